@@ -1,4 +1,4 @@
-"""Decorators of drop-in constructors: arguments are checked against their annotations, and given to our class."""
+"""Decorators for constructors with another trainer's signature: check the arguments against their annotations, and pass them to our class."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class Constructor:
-    """An ``__init__`` with another trainer's signature.
+    """Binds and checks the arguments of ``init``, an ``__init__`` with another trainer's signature.
 
-    What it takes by ``**`` has the types of the arguments of the class ``of``. Arguments in ``but`` are not checked.
+    Arguments that ``init`` takes by ``**`` are checked against those of the class ``of``. Arguments in ``but`` are not checked.
     """
 
     def __init__(self, init: Callable[..., None], of: type | None = None, but: Collection[str] = ()) -> None:
@@ -31,14 +31,14 @@ class Constructor:
 
     @functools.cached_property
     def types(self) -> Mapping[str, Any]:
-        """The annotations, which are read at the first call: they may name what the module defines later."""
+        """The annotations by argument; resolved at the first call, because they may name classes that the module defines later."""
         return {name: hint for name, hint in typing.get_type_hints(self.init).items() if name not in self.but}
 
     def bound(self, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
-        """The arguments of a call, each in the type of its annotation.
+        """Bind the arguments of a call, converted to their annotated types.
 
         Raises:
-            TypeError, ValueError: an argument does not exist, or its value is not possible.
+            TypeError, ValueError: an unknown argument, or an invalid value.
         """
         try:
             bound = self.signature.bind(*args, **kwargs)
@@ -67,12 +67,12 @@ class Constructor:
 
 
 def _is_default(value: object, default: object) -> bool:
-    """Tell whether a value is the default, which parsers of command lines also name."""
+    """Whether a value equals the default, which command-line parsers pass explicitly."""
     return value is default or (type(value) is type(default) and value == default)
 
 
 def checking_arguments(*, but: Collection[str] = ()) -> Callable[[Init], Init]:
-    """Decorator of an ``__init__``: its body gets all arguments, except for ``but``, in the types of their annotations."""
+    """Decorate an ``__init__`` to convert its arguments, except those in ``but``, to their annotated types."""
 
     def decorate(init: Init) -> Init:
         constructor = Constructor(init, but=but)
@@ -88,8 +88,8 @@ def checking_arguments(*, but: Collection[str] = ()) -> Callable[[Init], Init]:
 
 
 def with_arguments_of(of: type, rows: Mapping[str, Mapping[str, Argument]], **fixed: Any) -> Callable[[Init], Init]:
-    """Decorator of an ``__init__`` that has another trainer's signature: before its body runs, the arguments that differ from the defaults are
-    given to that of the class ``of``, with our ``fixed`` ones. ``rows``: by class, the arguments without a counterpart.
+    """Decorate an ``__init__`` with another trainer's signature: before its body runs, call the ``__init__`` of ``of`` with the arguments that
+    differ from their defaults, and with ``fixed``. ``rows``: class name -> the arguments without a counterpart.
     """
 
     def decorate(init: Init) -> Init:
@@ -107,10 +107,10 @@ def with_arguments_of(of: type, rows: Mapping[str, Mapping[str, Argument]], **fi
 
 
 def as_device(call: str, device: torch.device | str | int | None) -> torch.device | None:
-    """The argument ``device`` of a ``call`` as torch's object.
+    """Convert the argument ``device`` of ``call`` to a ``torch.device``.
 
     Raises:
-        ValueError: torch knows no device of this name.
+        ValueError: torch does not know the device.
     """
     try:
         return None if device is None else torch.device(device)

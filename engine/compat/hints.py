@@ -1,6 +1,6 @@
-"""Answers of :mod:`engine.utils.extensions` about other trainers' names: errors say what the name is here.
+"""Adds advice to errors about other trainers' names: what to use here. :mod:`engine.utils.extensions` calls these functions.
 
-:func:`complete` wraps methods that no step calls, and gives classes attributes that raise. Steps have no extra cost.
+:func:`complete` wraps methods that no step calls, and adds attributes that raise to classes, so that steps cost nothing extra.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ ANSWERS: dict[str, dict[str, str]] = {
     "setting": OTHERWISE | {name: f"here it is called {setting!r}" for name, setting in NAMES.items()},
     "strategy": {name: f"this name of Lightning's is {setting!r} here" for name, setting in STRATEGY_NAMES.items()},
 }
-"""Answers by place and name: what to use instead. A place is a class, a call, or a kind of name."""
+"""Place -> name -> what to use instead. A place is a class, a method, or a kind of name such as ``"setting"``."""
 UNWRAPPED = ("TrainModule",)
-"""Classes whose methods a step calls: their run explains their errors."""
-# Python 3.13 may add a guess of its own to the error, which is cut off.
+"""Classes whose methods are not wrapped, because steps call them; the run adds advice to their errors."""
+# Python 3.13 may append its own suggestion to the message, which is not matched.
 _UNEXPECTED = re.compile(r"(\w+\.\w+)\(\) got an unexpected keyword argument '(\w+)'")
 _CALLS: dict[str, Callable[..., object]] = {}
 
 
 def find(place: str, name: str) -> str:
-    """A sentence that says what to use instead of ``name``, which ``place`` does not have; empty if no trainer is known to have it."""
+    """Say what to use instead of ``name``, which ``place`` lacks; an empty string if no known trainer has the name."""
     return ANSWERS.get(place, {}).get(name, "")
 
 
 def complete(cls: type[Any]) -> None:
-    """Let errors about other trainers' attributes and arguments of ``cls`` say what to use."""
+    """Let errors about attributes and arguments that ``cls`` lacks, but other trainers have, say what to use instead."""
     for call in ARGUMENTS:
         owner, _, method = call.partition(".")
         if owner == cls.__name__:
@@ -56,7 +56,7 @@ def complete(cls: type[Any]) -> None:
 
 
 def explain_call(error: TypeError) -> None:
-    """Add a hint to Python's error about an argument that a wrapped call does not have."""
+    """Add advice to Python's error about an unexpected argument, if the method is one of those in :data:`ARGUMENTS`."""
     message = _UNEXPECTED.match(str(error))
     if message is None or message[1] not in _CALLS:
         return
@@ -75,6 +75,8 @@ def explain_call(error: TypeError) -> None:
 
 
 def _explaining(call: Callable[P, T]) -> Callable[P, T]:
+    """Wrap ``call`` so that errors about unexpected arguments contain advice; tracebacks do not show the wrapper."""
+
     @functools.wraps(call)
     def call_with_hint(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
@@ -82,9 +84,7 @@ def _explaining(call: Callable[P, T]) -> Callable[P, T]:
         except BaseException as error:
             if isinstance(error, TypeError):
                 explain_call(error)
-            if (
-                error.__traceback__ is not None
-            ):  # this frame, which says nothing to anybody; a bare raise does not add it again
+            if error.__traceback__ is not None:  # drop this wrapper's frame; a bare raise does not add it again
                 error.__traceback__ = error.__traceback__.tb_next
             raise
 
@@ -92,7 +92,7 @@ def _explaining(call: Callable[P, T]) -> Callable[P, T]:
 
 
 class _RefusedAttribute:
-    """An attribute that does not exist. Setting it is also an error: nothing would read it."""
+    """An attribute that raises ``AttributeError`` with advice when it is read, and when it is set, because nothing would read it."""
 
     def __init__(self, name: str, sentence: str) -> None:
         self.name, self.sentence = name, sentence

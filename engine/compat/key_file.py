@@ -1,4 +1,4 @@
-"""Reads a file of Accelerate: every key is used, noted or refused, and none is ignored."""
+"""Reads another trainer's settings file such that no key is ignored: each is converted, noted or refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.utils.errors import nearest
 
 
 class Section:
-    """A mapping of the file; its keys may have a prefix, which is removed here."""
+    """A mapping in the file. If its keys start with ``prefix``, they are used without it."""
 
     def __init__(self, values: Mapping[str, Any], path: str, prefix: str, file: KeyFile | None) -> None:
         self.values = {str(key).removeprefix(prefix): value for key, value in values.items()}
@@ -24,22 +24,22 @@ class Section:
         return self._file
 
     def take_value(self, key: str, default: Any = None) -> Any:
-        """The value of ``key``, which counts as handled; the default if it is missing or null."""
+        """Return the value of ``key``, or the default if it is missing or null, and mark the key as handled."""
         self._known[key] = None
         value = self.values.get(key)
         return default if value is None else value
 
     def note(self, key: str, reason: str) -> None:
-        """Note that a key in the file has no meaning here, with the reason."""
+        """Add a note that ``key``, if the file has it, has no meaning here, with the reason."""
         if (value := self.take_value(key)) is not None:
             self.file.notes.append(f"{self._name(key)}: {value}: {reason}")
 
     def remark(self, text: str) -> None:
-        """Note ``text``, which belongs to no key."""
+        """Add a note that belongs to no key."""
         self.file.notes.append(text)
 
     def refuse(self, key: str, reason: str) -> None:
-        """Refuse ``key``, which would change the training and has no counterpart."""
+        """Record that ``key`` is refused, because it would change the training and has no counterpart."""
         value, name = self.take_value(key), self._name(key)
         self.file.refused.append(f"{self.file.origin_of(name)}: {name}: {value}: {reason}")
 
@@ -48,7 +48,7 @@ class Section:
         reasons: Mapping[str, str],
         neutral: Sequence[Any] = (None, False, 0, 1, "false", "none", "no", "", "auto"),
     ) -> None:
-        """Refuse the keys of ``reasons`` whose value has an effect."""
+        """Record a refusal for each key of ``reasons`` whose value is not in ``neutral``, the values without an effect."""
         for key, reason in reasons.items():
             value = self.take_value(key)
             if not any(
@@ -57,12 +57,12 @@ class Section:
                 self.refuse(key, reason)
 
     def drop_rest(self, *keys: str) -> None:
-        """Note the section's remaining keys, which belong to an option that was not chosen."""
+        """Mark keys as handled without using them, because they belong to an option that was not chosen."""
         for key in keys:
             self.take_value(key)
 
     def unknown(self) -> None:
-        """Refuse the keys that were not handled."""
+        """Record a refusal for each key that was not handled."""
         for key in self.values:
             if key not in self._known:
                 name = self._name(key)
@@ -75,23 +75,23 @@ class Section:
 
 
 class KeyFile(Section):
-    """A settings file of another trainer, and what it becomes here: settings, notes and refusals."""
+    """A settings file of another trainer, and the result of its conversion: settings, notes and refusals."""
 
     def __init__(self, values: Mapping[str, Any], origin: str, origins: Mapping[str, str]) -> None:
         super().__init__(values, "", "", None)
         self._file, self._origin, self._origins = self, origin, origins
         self.settings: dict[str, Any] = {}
-        """Our names and values."""
+        """Our settings -> their values."""
         self.notes: list[str] = []
-        """Keys without a meaning here, each with the reason."""
+        """Notes on keys without a meaning here, with the reasons."""
         self.refused: list[str] = []
-        """Keys that would change the training and have no counterpart."""
+        """Errors about keys that would change the training and have no counterpart."""
         self.launch = ""
-        """The command that starts as many processes as the file says."""
+        """The command that starts the processes that the file asks for."""
         self._parts: dict[str, Section] = {}
 
     def section(self, key: str, prefix: str) -> Section:
-        """The mapping at ``key``; an empty one if there is none."""
+        """The mapping at ``key``, whose keys may start with ``prefix``; an empty one if there is none."""
         if key not in self._parts:
             values = self.take_value(key, {})
             if not isinstance(values, Mapping):
@@ -101,7 +101,7 @@ class KeyFile(Section):
         return self._parts[key]
 
     def drop(self, key: str) -> None:
-        """Note a section that belongs to another choice, without reading it."""
+        """Add a note that the section ``key`` does not apply, and mark it as handled."""
         if self.take_value(key):
             self.notes.append(f"{key}: does not apply to the rest of the file, and Accelerate does not read it either")
 
@@ -110,11 +110,11 @@ class KeyFile(Section):
         self.settings[name] = value
 
     def origin_of(self, name: str) -> str:
-        """The file and line of a key."""
+        """The file and the line of a key, for messages."""
         return self._origins.get(name, self._origin)
 
     def finish(self, sections: Sequence[str]) -> None:
-        """Refuse the keys that were not handled, of the file and its sections."""
+        """Record a refusal for each key of the file and its sections that was not handled; ``sections``: the keys of all possible sections."""
         for key in sections:
             self.take_value(key)
         for part in (self, *self._parts.values()):
@@ -122,5 +122,5 @@ class KeyFile(Section):
 
 
 def flag(value: Any) -> bool:
-    """A bool, also in the text form that launchers write."""
+    """Convert a value to a bool; texts such as ``"true"`` and ``"yes"``, which launchers write, count as true."""
     return value.strip().lower() in ("true", "yes", "1", "on") if isinstance(value, str) else bool(value)

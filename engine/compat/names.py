@@ -1,4 +1,4 @@
-"""Names of all other trainers, and what is used here instead: the tables of each trainer as one."""
+"""Names of other trainers and what to use instead: the tables of all trainers, merged."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _SETTINGS = {
     "detect_nan": "on_nonfinite",
     "float32_matmul_precision": "matmul_precision",
 }
-"""Words of launchers and scripts that belong to no single trainer."""
+"""Names that are common in launchers and scripts, but belong to no single trainer -> our setting."""
 
 
 def _merged(tables: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[str, dict[str, str]]:
-    """One table with the rows of all ``tables``, by place."""
+    """Merge ``tables`` into one; the rows of the same place are combined."""
     merged: dict[str, dict[str, str]] = {}
     for table in tables:
         for place, rows in table.items():
@@ -34,15 +34,15 @@ def _merged(tables: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[str, dict
 
 
 NAMES = _SETTINGS | lightning.SETTINGS | accelerate.SETTINGS | transformers.SETTINGS
-"""Settings by the names that others have for them."""
+"""Other trainers' names of settings -> our names."""
 OTHERWISE = {
     "allow_tf32": transformers.OTHERWISE["tf32"],
     **lightning.OTHERWISE,
     **accelerate.OTHERWISE,
     **transformers.OTHERWISE,
 }
-"""Arguments that are no setting -> what to do instead."""
+"""Arguments of other trainers without a setting -> what to do instead."""
 ARGUMENTS = _merged((lightning.CALLS, accelerate.CALLS))
-"""Arguments of other trainers, by our call: what to do instead."""
+"""Our method -> arguments of other trainers' counterparts that it lacks -> what to do instead."""
 ATTRIBUTES = _merged((LIGHTNING, accelerate.ATTRIBUTES))
-"""Attributes of other trainers' objects, by our class: what to use instead."""
+"""Our class -> attributes of other trainers' counterparts that it lacks -> what to use instead."""

@@ -1,4 +1,4 @@
-"""Arguments and classes of other trainers that have no counterpart: the error says what to use instead."""
+"""Refuses arguments and classes of other trainers that have no counterpart, with errors that say what to use instead."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from engine.compat.table_rows import Argument
 
 
 def translated(call: str, values: Mapping[str, Any], arguments: Mapping[str, Argument]) -> dict[str, Any]:
-    """Another trainer's arguments of ``call``. An argument without a counterpart is left out if its value changes nothing, else it is an error.
+    """Return ``values``, another trainer's arguments of ``call``, without those that have no counterpart.
+
+    An argument without a counterpart may only have a value that changes nothing.
 
     Raises:
-        ValueError: an argument asks for something without a counterpart.
+        ValueError: such an argument has another value.
     """
     for name, argument in arguments.items():
         if name in values and argument.refuses(values[name]):
@@ -24,7 +26,7 @@ def translated(call: str, values: Mapping[str, Any], arguments: Mapping[str, Arg
 
 
 def refusing(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a module that refuses ``names``: each has the text that says what to use instead."""
+    """A ``__getattr__`` for a module that makes each of ``names`` a refused class; the values say what to use instead."""
 
     def attribute(name: str) -> Any:
         if name not in names:
@@ -36,7 +38,7 @@ def refusing(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
 @functools.cache
 def refused_class(name: str, instead: str) -> type[Any]:
-    """A class that can be imported, but not instantiated: the error says what to use ``instead``."""
+    """A class that can be imported, but raises an error when it is instantiated, which says what to use ``instead``."""
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"{name} has no counterpart: {instead}")

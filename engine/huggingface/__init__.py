@@ -1,4 +1,4 @@
-"""transformers' and peft's models in ``Fit`` and ``Engine``: see compat/transformers/from_transformers.md."""
+"""Training of transformers' and peft's models with ``Fit`` and ``Engine``; see compat/transformers/from_transformers.md."""
 
 from engine.interop import moved
 

@@ -1,4 +1,4 @@
-"""Other trainers' names, for users' imports. The modules are in ``engine.compat``; :class:`Moved` finds each under its path here, too."""
+"""Packages with other trainers' names, for users. Their modules are in ``engine.compat``; :class:`Moved` makes them importable from here."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from types import ModuleType
 
 
 class Moved(MetaPathFinder, Loader):
-    """Finds a module under another path: the same object, so that its classes exist once."""
+    """Imports a module under a second path as the same object, so that its classes exist only once."""
 
     packages: dict[str, str] = {}
-    """A package that users import -> the package that has its modules."""
+    """Package that users import -> the package that contains its modules."""
     absent: dict[str, str] = {}
-    """The path of a module that does not exist here -> what to use instead."""
+    """Path of a module that has no counterpart -> what to use instead."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -28,12 +28,12 @@ class Moved(MetaPathFinder, Loader):
         if package not in self.packages:
             return None
         source = f"{self.packages[package]}.{last}"
-        # Without such a module the error names the path that the user imports.
+        # If there is no such module, the error thus names the path that the user imports.
         return ModuleSpec(name, self, origin=source) if find_spec(source) is not None else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(str(spec.origin))
-        spec.loader_state = module.__spec__  # which the import system is about to replace
+        spec.loader_state = module.__spec__  # exec_module restores it, after the import system has replaced it
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -42,8 +42,8 @@ class Moved(MetaPathFinder, Loader):
 
 
 def moved(package: str, source: str) -> None:
-    """Let the modules of the package ``source`` be found in ``package``, too, beside its own."""
+    """Make the modules of the package ``source`` importable from ``package`` too."""
     Moved.packages[package] = source
 
 
-sys.meta_path.append(Moved())  # asked last: it finds what has no file under its name
+sys.meta_path.append(Moved())  # last, so that it is asked only for modules that have no file

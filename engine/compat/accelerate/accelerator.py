@@ -1,4 +1,4 @@
-"""``Accelerator``: an :class:`engine.Engine` with Accelerate's arguments, attributes and, on demand, its rules."""
+"""``Accelerator``: an :class:`engine.Engine` with Accelerate's arguments and attributes and, on demand, its arithmetic."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from engine.utils.tree import leaves, map_tensors
 
 
 class Accelerator(Engine):
-    """Accelerate's interface to :class:`engine.Engine`: a script runs with its import changed. What names mean is Accelerate's, or the engine's.
+    """Accelerate's interface to :class:`engine.Engine`: an Accelerate script runs once its import is changed.
 
-    With ``rules="exact"`` what the engine promises holds: each sample counts once (no padding), the last window of an epoch is divided by what it
-    holds, micro-batches and ranks are weighted by their samples, a scheduler steps once a step, and the order of data is a function of
-    seed and epoch. With ``rules="accelerate"`` all of these are as in Accelerate, to compare two trainings step by step.
+    With ``rules="exact"`` the engine's guarantees hold: each sample counts once (no padding), the last accumulation window of an epoch is divided by
+    its actual size, micro-batches and ranks are weighted by their samples, a scheduler steps once per optimizer step, and the order of data depends
+    only on seed and epoch. With ``rules="accelerate"`` all of these are as in Accelerate, to compare two trainings step by step.
 
     Args:
-        dataloader_config, ...: Accelerate's own; one that has no counterpart is an error that says what to use.
+        dataloader_config, ...: as in Accelerate; an argument without a counterpart raises an error that says what to use.
         rules: ``"exact"`` or ``"accelerate"``.
 
     Raises:
@@ -55,7 +55,7 @@ class Accelerator(Engine):
     project_configuration: Any = None
     trackers: list[Any] = []
     step: int = 0  # type: ignore[assignment]
-    """Blocks of :meth:`accumulate` since the latest end of a loader; :meth:`engine.Engine.step` is not there: call ``optimizer.step()``."""
+    """The number of :meth:`accumulate` blocks since a loader last ended. It hides :meth:`engine.Engine.step`: call ``optimizer.step()``."""
 
     @checking_arguments()
     def __init__(
@@ -80,13 +80,13 @@ class Accelerator(Engine):
         self._describe(facts)
         self._plugin, self.step = translation.accumulation(self._arguments, self.accumulate_grad_batches), 0
         self._unreduced: list[nn.Module] = []
-        """The models of the :meth:`no_sync` blocks that are open."""
+        """The models of the enclosing :meth:`no_sync` blocks."""
         self.gradient_state = GradientState(self._plugin)
         self.gradient_accumulation_steps = int(self._plugin.num_steps)
         self.checkpoints = Checkpoints(self, self.project_configuration)
 
     def _describe(self, facts: dict[str, Any]) -> None:
-        """Set the attributes that scripts read and change: the state, and settings that only count later."""
+        """Set the attributes that scripts read and change: the state, and settings that take effect later."""
         arguments, kind = self._arguments, facts.pop("kind")
         if kind != "NO" and (self.num_processes > 1 or kind == "DEEPSPEED"):
             facts["distributed_type"] = settings.DistributedType[kind]
@@ -108,7 +108,7 @@ class Accelerator(Engine):
     def __deepcopy__(self, memo: Any) -> Accelerator:
         return self
 
-    # -- what Accelerate shows --------------------------------------------------------------------------------------------------
+    # -- Accelerate's attributes ------------------------------------------------------------------------------------------------
 
     distributed_type = property(attrgetter("state.distributed_type"))
     mixed_precision = property(attrgetter("state.mixed_precision"))
@@ -134,13 +134,15 @@ class Accelerator(Engine):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
         self.accumulate_grad_batches = self._plugin.num_steps = value
-        if self.rules == "accelerate":  # every loss is divided by the full window, whether or not there is one
+        if (
+            self.rules == "accelerate"
+        ):  # every loss is divided by the full window, even if the last one of an epoch is shorter
             self.window.share = Share(-1, float(value), float(value), last=True)
 
-    # -- objects made ready -----------------------------------------------------------------------------------------------------
+    # -- preparing objects ------------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
-        """Prepare objects; see :meth:`engine.Engine.prepare`. ``device_placement``: ``False`` leaves the batches of that loader where they are."""
+        """Prepare objects; see :meth:`engine.Engine.prepare`. ``device_placement``: per object; ``False`` leaves a loader's batches on the CPU."""
         if device_placement is None:
             return super().prepare(*args)
         if len(device_placement) != len(args):
@@ -172,7 +174,7 @@ class Accelerator(Engine):
         return prepared  # type: ignore[return-value]
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:  # type: ignore[override]
-        """A scheduler that steps once when the optimizer did; under Accelerate's rule once for each process, unless batches are split."""
+        """Prepare a scheduler to step once per optimizer step; under Accelerate's rules once per process and step, unless batches are split."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
         follows = self.rules == "accelerate"
@@ -223,7 +225,7 @@ class Accelerator(Engine):
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """One micro-batch of a window; see :meth:`engine.Engine.accumulate`. Under Accelerate's rule each loss is divided by the full window."""
+        """Run a micro-batch; see :meth:`engine.Engine.accumulate`. Under Accelerate's rules, losses are divided by the full accumulation window."""
         state, steps = self.gradient_state, self.gradient_accumulation_steps
         self.step = 0 if self._plugin.sync_with_dataloader and state.end_of_dataloader else self.step + 1
         if self.rules == "accelerate":
@@ -241,7 +243,7 @@ class Accelerator(Engine):
 
     @contextlib.contextmanager
     def no_sync(self, *models: nn.Module) -> Iterator[None]:
-        """Reduce no gradients in this block, as in :meth:`engine.Engine.no_sync`, even at the end of a window of :meth:`accumulate` inside it."""
+        """Reduce no gradients in this block, as with :meth:`engine.Engine.no_sync`, not even when an :meth:`accumulate` block in it ends a window."""
         before = self._unreduced
         self._unreduced = [*before, *(models or self.models)]
         try:
@@ -252,7 +254,7 @@ class Accelerator(Engine):
 
     @contextlib.contextmanager
     def trigger_sync_in_backward(self, model: Any) -> Iterator[None]:
-        """Let the backward pass in this block reduce a model's gradients under DDP, also the gradients of earlier passes that did not."""
+        """Under DDP, reduce a model's gradients in the backward pass in this block, including those that earlier passes left unreduced."""
         if not isinstance(model, DistributedDataParallel):
             yield
             return
@@ -289,7 +291,7 @@ class Accelerator(Engine):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather all ranks' values; see :meth:`engine.Engine.gather_for_metrics`.
 
-        Under Accelerate's rule without the samples that fill up the last global batch.
+        Under Accelerate's rules, remove the samples that padded the last global batch.
         """
         gathered, state = super().gather_for_metrics(input_data, use_gather_object), self.gradient_state
         if self.rules == "exact" or not state.end_of_dataloader or state.remainder <= 0:
@@ -315,13 +317,13 @@ class Accelerator(Engine):
         return self.checkpoints.hook(self.checkpoints.before_load, hook)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """Save a checkpoint; see :meth:`engine.Engine.save_state`. Without a folder: the next one under ``automatic_checkpoint_naming``."""
+        """Save a checkpoint; see :meth:`engine.Engine.save_state`. Under ``automatic_checkpoint_naming`` the folder is numbered automatically."""
         if not safe_serialization:
             raise ValueError("safe_serialization=False: checkpoints are always safetensors and JSON; leave it out")
         return self.checkpoints.save(output_dir, **options)
 
     def load_state(self, input_dir: Any = None, load_kwargs: None = None, *, strict: bool = True) -> dict[str, Any]:
-        """Load a checkpoint; see :meth:`engine.Engine.load_state`. Loaders start their epoch again, unless ``use_stateful_dataloader`` is set."""
+        """Load a checkpoint; see :meth:`engine.Engine.load_state`. Loaders restart their epoch, unless ``use_stateful_dataloader`` is set."""
         if load_kwargs:
             raise ValueError("load_kwargs: nothing is unpickled, and tensors go where they belong; leave it out")
         return self.checkpoints.load(input_dir, strict, self.dataloader_config.use_stateful_dataloader)
@@ -367,7 +369,11 @@ class Accelerator(Engine):
 
 
 def _unpickled(arguments: dict[str, Any]) -> Accelerator:
-    """An Accelerator from a pickle. In a process that is not a rank of the job there is none."""
+    """Recreate an Accelerator from a pickle.
+
+    Raises:
+        RuntimeError: this process is not a rank of the job, a data loader's worker for example.
+    """
     if os.environ.get("WORLD_SIZE", "1") != "1" and not dist.is_initialized():
         raise RuntimeError("an Accelerator of several processes was unpickled in a process that is not one of them")
     return Accelerator(**arguments)

@@ -1,4 +1,4 @@
-"""Arguments of ``Accelerator``, and the variables of ``accelerate launch``, as settings of :class:`engine.Engine`."""
+"""Translates arguments of ``Accelerator`` and environment variables of ``accelerate launch`` to settings of :class:`engine.Engine`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _HANDLERS = [
 
 
 def handlers_by_name(handlers: list[Any]) -> dict[str, Any]:
-    """The ``kwargs_handlers`` by the names of their classes.
+    """Map the class name of each of the ``kwargs_handlers`` to the object.
 
     Raises:
-        ValueError: one has no counterpart, or two are of one class.
+        ValueError: a handler has no counterpart, or two have the same class.
     """
     by_name: dict[str, Any] = {}
     for handler in handlers:
@@ -44,24 +44,24 @@ def handlers_by_name(handlers: list[Any]) -> dict[str, Any]:
 
 
 def flag_of(name: str) -> bool:
-    """Whether a launcher has set the variable ``name`` to a true value."""
+    """Whether the environment variable ``name`` is set to a true value."""
     return flag(os.environ.get(name, ""))
 
 
 def engine_settings(arguments: Mapping[str, Any], ddp: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments for the engine, and the facts that :class:`AcceleratorState` shows.
+    """The arguments for the engine, and the attributes for :class:`AcceleratorState`.
 
     Args:
         arguments: ``Accelerator``'s arguments by name.
         ddp: the :class:`DistributedDataParallelKwargs` among the handlers, or ``None``.
 
     Raises:
-        ValueError: an argument or a launcher's variable has no counterpart; the message says which and why.
+        ValueError: an argument or an environment variable has no counterpart; the message says which and why.
     """
     plugins = {"fsdp_plugin": None, "deepspeed_plugin": None, "megatron_lm_plugin": None, **_plugins(arguments)}
     chosen = [plugin for plugin in plugins.values() if plugin is not None]
     if len(chosen) > 1:
-        raise ValueError(f"{', '.join(type(chosen_plugin).__name__ for chosen_plugin in chosen)}: give one of them")
+        raise ValueError(f"{', '.join(type(plugin).__name__ for plugin in chosen)}: give one of them")
     kind = chosen[0].kind if chosen else "NO"
     mixed = arguments["mixed_precision"] or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
     values: dict[str, Any] = {
@@ -70,14 +70,14 @@ def engine_settings(arguments: Mapping[str, Any], ddp: Any) -> tuple[dict[str, A
         "dynamo_config": _dynamo(arguments),
     }
     values |= {
-        chosen_plugin.section: {**_launched(chosen_plugin.kind), **chosen_plugin.to_section()}
+        chosen_plugin.section: {**_launcher_settings(chosen_plugin.kind), **chosen_plugin.to_section()}
         for chosen_plugin in chosen
     }
     mesh = arguments["parallelism_config"]
     if mesh is not None:
         values |= {"distributed_type": "FSDP", mesh.section: mesh.to_section()}
     if (steps := arguments["gradient_accumulation_steps"]) == 1:
-        steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")  # else a plugin's
+        steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")  # None: a plugin may have it
     file = convert({**values, "gradient_accumulation_steps": steps}, "Accelerator")
     engine_arguments = {name: value for name, value in file.settings.items() if name not in ("devices", "accelerator")}
     if engine_arguments.pop("gradient_clip_val", None) is not None:
@@ -92,7 +92,7 @@ def engine_settings(arguments: Mapping[str, Any], ddp: Any) -> tuple[dict[str, A
 
 
 def accumulation(arguments: Mapping[str, Any], num_steps: int) -> Any:
-    """The user's :class:`GradientAccumulationPlugin`, or one with the engine's ``num_steps``.
+    """The user's :class:`GradientAccumulationPlugin`, or a new one with the engine's ``num_steps``.
 
     Raises:
         ValueError: the plugin contradicts another argument.
@@ -110,7 +110,7 @@ def accumulation(arguments: Mapping[str, Any], num_steps: int) -> Any:
 
 
 def _plugins(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The plugins in the arguments, or the ones that the launcher's variables ask for."""
+    """The plugins among the arguments, or else those that the launcher's environment variables ask for, by the name of the argument."""
     if flag_of("ACCELERATE_USE_PARALLELISM_CONFIG") and arguments["parallelism_config"] is None:
         raise ValueError(
             "ACCELERATE_USE_PARALLELISM_CONFIG: give Accelerator(parallelism_config=ParallelismConfig(...)) in the script"
@@ -134,8 +134,8 @@ def _plugins(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return plugins
 
 
-def _launched(kind: str) -> dict[str, Any]:
-    """Environment variables of ``accelerate launch``, under the keys of its configuration file."""
+def _launcher_settings(kind: str) -> dict[str, Any]:
+    """Settings of a strategy in environment variables of ``accelerate launch``, under the keys of its configuration file."""
     prefix = {"FSDP": "FSDP_", "DEEPSPEED": "ACCELERATE_DEEPSPEED_", "MEGATRON_LM": "MEGATRON_LM_"}[kind]
     variables = {
         name.removeprefix(prefix).lower(): text for name, text in os.environ.items() if name.startswith(prefix)
@@ -154,6 +154,7 @@ def _launched(kind: str) -> dict[str, Any]:
 
 
 def _dynamo(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of ``torch.compile`` from the plugin, the backend or environment variables, as in the file's ``dynamo_config``."""
     if arguments["dynamo_plugin"] is not None and arguments["dynamo_backend"] is not None:
         raise ValueError("dynamo_plugin and dynamo_backend: give one of them")
     if arguments["dynamo_plugin"] is not None:

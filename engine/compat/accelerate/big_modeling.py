@@ -1,4 +1,4 @@
-"""Models built without memory."""
+"""Builds models without allocating memory."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from engine.strategies.deferred_init import parameters_deferred
 
 
 def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[Any]:
-    """Modules built in this block have parameters without memory; ``prepare`` initializes them, or a checkpoint does."""
+    """Build the modules in this block with parameters on the meta device; ``prepare`` or a checkpoint initializes them."""
     return torch.device("meta") if include_buffers else parameters_deferred()

@@ -1,4 +1,4 @@
-"""Checkpoints of a loop of one's own: numbered, with hooks around them, and with the positions of padded loaders."""
+"""Checkpoints of an ``Accelerator``: numbered, with hooks before saving and loading, and with the positions of padded loaders."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from engine.engine import Engine
 
 
 class Checkpoints:
-    """Saves and loads for one engine.
+    """Saves and loads the checkpoints of one engine.
 
     Args:
-        naming: ``project_dir``, ``automatic_checkpoint_naming``, ``total_limit`` and ``iteration`` of its checkpoints.
+        naming: an object with the attributes ``project_dir``, ``automatic_checkpoint_naming``, ``total_limit`` and ``iteration``.
     """
 
     def __init__(self, engine: Engine, naming: Any) -> None:
         self.engine, self.naming = engine, naming
         self.before_save: OrderedDict[int, Any] = OrderedDict()
         self.before_load: OrderedDict[int, Any] = OrderedDict()
-        self._following: list[Any] = []
+        self._padded_loaders: list[Any] = []
 
     @staticmethod
     def hook(hooks: OrderedDict[int, Any], hook: Callable[..., None]) -> RemovableHandle:
-        """Add a hook; the handle removes it."""
+        """Add a hook, and return a handle that can remove it."""
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle
@@ -40,32 +40,34 @@ class Checkpoints:
     # -- padded loaders ----------------------------------------------------------------------------------------
 
     def following(self, loader: Any) -> Any:
-        """Keep this loader's position in checkpoints."""
-        if not self._following:
+        """Include this loader's position in checkpoints; return the loader."""
+        if not self._padded_loaders:
             self.engine.register_for_checkpointing(self)
-        self._following.append(loader)
+        self._padded_loaders.append(loader)
         return loader
 
     def forget(self) -> None:
-        """Stop keeping the positions of loaders in checkpoints."""
-        self._following.clear()
+        """Stop including the positions of loaders in checkpoints."""
+        self._padded_loaders.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """The loaders' positions."""
-        return {"loaders": [loader.state_dict() for loader in self._following]}
+        return {"loaders": [loader.state_dict() for loader in self._padded_loaders]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the loaders' positions."""
-        for loader, place in zip(self._following, state["loaders"], strict=True):
-            loader.load_state_dict(place)
+        for loader, position in zip(self._padded_loaders, state["loaders"], strict=True):
+            loader.load_state_dict(position)
 
     @contextlib.contextmanager
     def evened(self, even_batches: bool) -> Iterator[None]:
-        """Let ``even_batches`` decide in this block whether the last global batch of data with indices is filled up."""
+        """Let ``even_batches`` decide, in this block, whether the last global batch of map-style datasets is padded."""
         shards = [
-            loader.batch_sampler for loader in self._following if isinstance(loader.batch_sampler, BatchSamplerShard)
+            loader.batch_sampler
+            for loader in self._padded_loaders
+            if isinstance(loader.batch_sampler, BatchSamplerShard)
         ]
-        if len(shards) < len(self._following):
+        if len(shards) < len(self._padded_loaders):
             warnings.warn("even_batches is only supported for map-style datasets; streams are filled up", stacklevel=5)
         before = [shard.even_batches for shard in shards]
         try:
@@ -79,7 +81,7 @@ class Checkpoints:
     # -- saving and loading -----------------------------------------------------------------------------------------------------
 
     def save(self, output_dir: Any, wait: bool = True, facts: dict[str, Any] | None = None) -> Any:
-        """Save a checkpoint into ``output_dir``, or the next numbered folder; see :meth:`engine.Engine.save_state`."""
+        """Save a checkpoint into ``output_dir``, or into the next numbered folder; see :meth:`engine.Engine.save_state`."""
         engine, project = self.engine, self.naming
         folder = Path(self._next() if project.automatic_checkpoint_naming else output_dir)
         hooks_folder, left_out = folder.with_name(f".{folder.name}.hooks"), []
@@ -95,7 +97,7 @@ class Checkpoints:
             )
             left_out = [engine.models[i] for i in removed]
         path = engine.loop_checkpoints.save(folder, wait or bool(self.before_save), facts or {}, left_out)
-        if self.before_save:  # what the hooks have written is moved in beside what is listed in the manifest
+        if self.before_save:  # the hooks' files are moved into the checkpoint, beside those that its manifest lists
             engine.wait_for_everyone()
             if engine.is_main_process:
                 shutil.copytree(hooks_folder, path, dirs_exist_ok=True)
@@ -105,7 +107,7 @@ class Checkpoints:
         return path
 
     def _next(self) -> Path:
-        """The next folder's name. Removes the oldest checkpoints beyond ``total_limit``."""
+        """Return the path of the next numbered folder, and delete the oldest checkpoints beyond ``total_limit``."""
         engine, project = self.engine, self.naming
         folder = self._project() / f"checkpoint_{project.iteration}"
         if broadcast_object(engine.group, folder.exists()):
@@ -122,22 +124,22 @@ class Checkpoints:
         return Path(self.naming.project_dir) / "checkpoints"
 
     def _numbered(self) -> list[Path]:
-        """The checkpoints with numbers, oldest first."""
+        """The numbered checkpoints, oldest first."""
         checkpoints = [
             path for path in self._project().glob("checkpoint_*") if path.name.removeprefix("checkpoint_").isdecimal()
         ]
         return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint_")))
 
     def load(self, input_dir: Any, strict: bool, within_epochs: bool) -> dict[str, Any]:
-        """Load a checkpoint; see :meth:`engine.Engine.load_state`. Without ``within_epochs`` each loader starts its epoch again."""
+        """Load a checkpoint; see :meth:`engine.Engine.load_state`. Unless ``within_epochs``, all loaders restart their epoch."""
         engine = self.engine
         if input_dir is None:
-            named = self._numbered() if self.naming.automatic_checkpoint_naming else []
-            if not named:
+            numbered = self._numbered() if self.naming.automatic_checkpoint_naming else []
+            if not numbered:
                 raise ValueError(
                     "load_state() without a folder needs automatic_checkpoint_naming, and a checkpoint in project_dir"
                 )
-            input_dir = named[-1]
+            input_dir = numbered[-1]
         remaining = list(engine.models)
         for hook in self.before_load.values():
             hook(remaining, str(input_dir))
@@ -148,6 +150,6 @@ class Checkpoints:
         if not within_epochs:
             for loader in engine.prepared.loaders:
                 loader.restart()
-            for loader in self._following:
+            for loader in self._padded_loaders:
                 loader.restart()
         return dict(manifest)

@@ -1,4 +1,4 @@
-"""Accelerate's configuration file as settings of this library: what has a counterpart, what has no meaning here, and what is refused."""
+"""Converts Accelerate's configuration file to settings of this library, with notes on keys without a meaning here and a list of refused keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MACHINES = {
     "MEGATRON_LM": "gpu",
     "TP": "gpu",
 }
-"""``distributed_type`` that has a counterpart -> its accelerator."""
+"""``distributed_type`` with a counterpart -> our setting ``accelerator``."""
 _CLOUD = ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env")
 _SECTIONS = (
     *("dynamo_config", "tp_config", "fp8_config", "deepspeed_config"),
@@ -31,7 +31,7 @@ _SECTIONS = (
 
 
 def default_path(environ: Mapping[str, str]) -> Path:
-    """The default path of Accelerate's file."""
+    """The path where Accelerate looks for its configuration file by default."""
     cache = Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     folder = Path(environ.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
     files = [folder / name for name in ("default_config.yaml", "default_config.json") if (folder / name).is_file()]
@@ -39,11 +39,11 @@ def default_path(environ: Mapping[str, str]) -> Path:
 
 
 def read(path: Path) -> KeyFile:
-    """Accelerate's file as settings, notes and refusals.
+    """Read Accelerate's configuration file; return settings, notes and refusals.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: it is not a file of Accelerate.
+        ValueError: it is not a configuration file of Accelerate.
     """
     if not path.exists():
         raise FileNotFoundError(
@@ -60,10 +60,11 @@ def read(path: Path) -> KeyFile:
 
 
 def convert(values: Mapping[str, Any], origin: str, origins: Mapping[str, str] | None = None) -> KeyFile:
-    """Values under the names of Accelerate's file, as settings, notes and refusals.
+    """Convert values with the keys of Accelerate's configuration file to settings, notes and refusals.
 
     Args:
-        origin: where they come from; ``origins``: of single keys.
+        origin: the source of the values, for messages.
+        origins: the source (file and line) of each key, if known.
     """
     file = KeyFile(values, origin, origins or {})
     kind = str(file.take_value("distributed_type"))
@@ -81,7 +82,7 @@ def convert(values: Mapping[str, Any], origin: str, origins: Mapping[str, str] |
 
 
 def _processes(file: KeyFile, kind: str) -> None:
-    """Devices and machines. The launcher sets what differs between machines."""
+    """Set the accelerator and the devices, and build the command for the launcher, which sets what differs between machines."""
     cpu = flag(file.take_value("use_cpu", False)) or kind == "MULTI_CPU"
     file.set("accelerator", "cpu" if cpu else MACHINES.get(kind, "auto"))
     count, machines = (
@@ -135,6 +136,7 @@ def _gpu_ids(file: KeyFile) -> list[int] | None:
 
 
 def _precision(file: KeyFile) -> None:
+    """Set ``precision`` from ``mixed_precision``, or the older key ``fp16``."""
     name = file.take_value("mixed_precision")
     if "fp16" in file.values and name is None:
         name = "fp16" if flag(file.take_value("fp16")) else None
@@ -163,10 +165,11 @@ _OTHER_BACKENDS = (
     ),
     *("amax_history_len", "amax_history_length", "amax_compute_algo", "amax_compute_algorithm"),
 )
-"""Settings of MS-AMP and of Transformer Engine."""
+"""Keys of the fp8 backends MS-AMP and Transformer Engine."""
 
 
 def _fp8(part: Any) -> Any:
+    """The value of ``precision`` for the section ``fp8_config``."""
     backend = str(part.take_value("backend", "AO")).upper()
     options: dict[str, Any] = {"name": "fp8-mixed"}
     if backend == "AO":
@@ -184,7 +187,8 @@ def _fp8(part: Any) -> Any:
 
 
 def _compile(file: KeyFile) -> None:
-    if "dynamo_backend" in file.values:  # the form before dynamo_config
+    """Set ``compile`` from ``dynamo_config``, or the older key ``dynamo_backend``."""
+    if "dynamo_backend" in file.values:  # the key of older versions
         backend = str(file.take_value("dynamo_backend")).lower()
         part = None
     else:
@@ -206,6 +210,7 @@ def _compile(file: KeyFile) -> None:
 
 
 def _convert_remaining(file: KeyFile) -> None:
+    """Convert the keys about accumulation, debugging, rendezvous and MPI, and note or refuse those for TPUs."""
     steps = file.take_value("gradient_accumulation_steps")
     if steps not in (None, "auto"):
         file.set("accumulate_grad_batches", int(steps))

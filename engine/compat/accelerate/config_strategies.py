@@ -1,4 +1,4 @@
-"""The strategies of Accelerate's file: data parallel, FSDP 1 and 2, DeepSpeed, Megatron-LM, tensor parallel."""
+"""Translates the strategies in Accelerate's configuration file: data parallel, FSDP 1 and 2, DeepSpeed, Megatron-LM, tensor parallel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.config.yaml_text import read_file
 
 
 def convert(file: KeyFile, kind: str) -> None:
-    """Set ``strategy`` and related settings."""
+    """Translate the section of the strategy ``kind``, and set ``strategy`` and related settings of ``file``."""
     sections = {
         "FSDP": "fsdp_config",
         "DEEPSPEED": "deepspeed_config",
@@ -42,6 +42,7 @@ _SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_
 
 
 def _fsdp(file: KeyFile) -> Any:
+    """Translate ``fsdp_config`` (FSDP 1 or 2) and ``parallelism_config`` to the options of our strategy."""
     part = file.section("fsdp_config", "fsdp_")
     version = int(part.take_value("version", 1))
     options: dict[str, Any] = {"name": "fsdp"}
@@ -94,18 +95,24 @@ def _fsdp(file: KeyFile) -> Any:
 
 
 def _mixed(part: Section, options: dict[str, Any], half: str | None) -> None:
-    """A plugin's ``mixed_precision_policy``: a name, or torch's policy of either version as a mapping; ``half``: the job's format."""
+    """Translate ``mixed_precision_policy``: a name, or torch's policy of either FSDP version as a mapping. ``half``: the run's 16-bit dtype."""
     policy = part.take_value("mixed_precision_policy")
     if policy is None:
         return
-    asks = (
+    policy_fields = (
         policy if isinstance(policy, Mapping) else {"param_dtype": {"bf16": "bfloat16", "fp16": "float16"}.get(policy)}
     )
-    formats = {key: str(value).removeprefix("torch.") for key, value in asks.items() if key.endswith("dtype") and value}
-    inputs = asks.get("cast_root_forward_inputs", asks.get("cast_forward_inputs", True))  # version 1 casts at the root
+    formats = {
+        key: str(value).removeprefix("torch.")
+        for key, value in policy_fields.items()
+        if key.endswith("dtype") and value
+    }
+    inputs = policy_fields.get(
+        "cast_root_forward_inputs", policy_fields.get("cast_forward_inputs", True)
+    )  # FSDP 1 casts at the root only
     if formats.get("param_dtype", "float32") != (half or "float32"):
         part.refuse("mixed_precision_policy", "param_dtype differs from mixed_precision, which decides the format here")
-    elif asks.get("output_dtype") or asks.get("keep_low_precision_grads") or not inputs:
+    elif policy_fields.get("output_dtype") or policy_fields.get("keep_low_precision_grads") or not inputs:
         part.refuse("mixed_precision_policy", "only param_dtype, reduce_dtype and buffer_dtype can be chosen")
     if "buffer_dtype" in formats:
         part.remark("mixed_precision_policy: buffers keep the format that the model gives them")
@@ -114,6 +121,7 @@ def _mixed(part: Section, options: dict[str, Any], half: str | None) -> None:
 
 
 def _sharding(part: Section) -> str:
+    """The name of FSDP 1's sharding strategy, which either of two keys gives by name or by number."""
     names = {}
     for key in ("sharding_strategy", "reshard_after_forward"):
         value = part.take_value(key)
@@ -135,6 +143,7 @@ def _sharding(part: Section) -> str:
 
 
 def _blocks(part: Section, options: dict[str, Any]) -> None:
+    """Translate ``auto_wrap_policy`` to the options ``blocks`` or ``min_size``."""
     policy = str(part.take_value("auto_wrap_policy", "NO_WRAP")).upper()
     classes = part.take_value("transformer_layer_cls_to_wrap")
     min_num_params = part.take_value("min_num_params")
@@ -158,6 +167,7 @@ def _blocks(part: Section, options: dict[str, Any]) -> None:
 
 
 def _parallelism(file: KeyFile, options: dict[str, Any]) -> Any:
+    """Add the sizes in ``parallelism_config`` to the options of FSDP; with tensor parallelism the strategy becomes ``mesh``."""
     part = file.section("parallelism_config", "parallelism_config_")
     if not part.values:
         return options
@@ -184,6 +194,7 @@ def _parallelism(file: KeyFile, options: dict[str, Any]) -> Any:
 
 
 def _deepspeed(file: KeyFile) -> Any:
+    """Translate ``deepspeed_config``, which may name a DeepSpeed configuration, to the options of our strategy."""
     part = file.section("deepspeed_config", "deepspeed_")
     options: dict[str, Any] = {"name": "deepspeed"}
     config = part.take_value("config_file")
@@ -221,6 +232,7 @@ def _deepspeed(file: KeyFile) -> Any:
 
 
 def _offload(part: Section, options: dict[str, Any]) -> None:
+    """Translate the devices and NVMe paths of offloading to options of our strategy."""
     paths = []
     for key, name in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_parameters")):
         device, path = str(part.take_value(f"{key}_device", "none")).lower(), part.take_value(f"{key}_nvme_path")
@@ -240,7 +252,7 @@ def _offload(part: Section, options: dict[str, Any]) -> None:
 
 
 def _precision_of(file: KeyFile, part: Section, config: Any) -> None:
-    """Read the precision from DeepSpeed's configuration (a mapping or a file), if Accelerate's does not have it."""
+    """Set the precision from DeepSpeed's configuration (a mapping or the path of a file), unless Accelerate's file gives one."""
     if isinstance(config, Mapping):
         content: Any = config
     elif not Path(str(config)).is_file():
@@ -282,6 +294,7 @@ _MEGATRON = {
 
 
 def _megatron(file: KeyFile) -> Any:
+    """Translate ``megatron_lm_config`` to the options of the strategy ``mesh``."""
     part = file.section("megatron_lm_config", "megatron_lm_")
     options: dict[str, Any] = {
         "name": "mesh",

@@ -24,7 +24,7 @@ def prepare_data_loader(
     use_seedable_sampler: bool = False, data_seed: int | None = None, non_blocking: bool = False,
     use_stateful_dataloader: bool = False, torch_device_mesh: Any = None,
 ) -> DataLoaderShard:  # fmt: skip
-    """A loader under Accelerate's rule."""
+    """Prepare a loader that distributes data as Accelerate does, with padding."""
     state = PartialState()
     if dispatch_batches is None:
         dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)
@@ -36,12 +36,12 @@ def prepare_data_loader(
     options["device"] = device if put_on_device else None
     options |= {"dispatch": dispatch_batches, "slice_fn": slice_fn_for_dispatch, "rng_types": rng_types or ()}
     options |= {"seedable": use_seedable_sampler, "seed": data_seed}
-    reading = GradientState().dataloader_references
-    return padded_loaders.padded(dataloader, state.group, reading, processes=(n, rank), **options)
+    active_loaders = GradientState().dataloader_references
+    return padded_loaders.padded(dataloader, state.group, active_loaders, processes=(n, rank), **options)
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """A loader without its first batches: of a prepared one, or of a plain ``DataLoader``."""
+    """A loader that skips the first batches of ``dataloader``, which is a prepared loader or a ``DataLoader``."""
     if isinstance(dataloader, DataLoader):
         dataloader = DataLoaderShard(dataloader, PartialState().group, GradientState().dataloader_references)
     return dataloader.skipping(num_batches)

@@ -1,4 +1,4 @@
-"""Functions run as the ranks of a job."""
+"""Accelerate's launchers, which run a function in several processes, the ranks of a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from engine.launch import functions
 
 _NEUTRAL = (None, 0, 1, "", "static", "127.0.0.1")
-"""Values of other arguments that ask for nothing."""
+"""Values of unsupported arguments that are accepted, because they are defaults or have no effect."""
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], mixed_precision: str) -> Any:

@@ -1,4 +1,4 @@
-"""``LocalSGD``: ranks train on their own, and average the weights now and then."""
+"""``LocalSGD``: ranks train independently and average their weights at intervals."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from engine.config.kinds import WholeNumber
 
 
 class LocalSGD:
-    """A block in which each rank steps with its own gradients; every ``local_sgd_steps`` calls of :meth:`step`, and at its end, weights are averaged.
+    """A block in which each rank steps with its own gradients; weights are averaged every ``local_sgd_steps`` calls of :meth:`step`, and at its end.
 
     Raises:
-        ValueError, TypeError: an argument is not possible.
-        NotImplementedError: the strategy divides the model over the ranks.
+        ValueError, TypeError: an argument is invalid.
+        NotImplementedError: the strategy shards the model over the ranks.
     """
 
-    @checking_arguments(but=("accelerator",))  # its strategy is what counts
+    @checking_arguments(but=("accelerator",))  # not its class but its strategy matters
     def __init__(self, accelerator: Accelerator, model: Any, local_sgd_steps: int, enabled: bool = True) -> None:
         self.local_sgd_steps = WholeNumber(1).normalized("LocalSGD: local_sgd_steps", local_sgd_steps)
         kind = str(accelerator.distributed_type)

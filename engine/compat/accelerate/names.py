@@ -1,4 +1,4 @@
-"""Names of Accelerate that ours do not have: what to use instead."""
+"""Names of Accelerate that this library's counterparts lack, and what to use instead."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from engine.compat.table_rows import Argument, called
 
 @dataclass(frozen=True)
 class AcceleratorArgument(Argument):
-    """An argument of ``Accelerator``, which is asked of ``Fit`` (``setting``, ``instead``) and of ``Engine``."""
+    """An argument of ``Accelerator``, with advice for users who pass it to ``Fit`` (``setting``, ``instead``) or ``Engine`` (``engine``)."""
 
     engine: str = ""
-    """The sentence of ``Engine``, if it is not that of ``Fit``."""
+    """The advice in errors of ``Engine``, if it differs from that of ``Fit``."""
 
 
 _DIVIDED = "samples are divided exactly among the ranks; see global_batch_size"
@@ -71,7 +71,7 @@ ACCELERATOR = {
         engine="call engine.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()"
     ),
 }
-"""The arguments of ``Accelerator``, in its order, then other names for them."""
+"""The arguments of ``Accelerator``, in the order of its signature, then those of its files and earlier versions."""
 SETTINGS = {name: argument.setting for name, argument in ACCELERATOR.items() if argument.setting}
 OTHERWISE = {name: argument.instead for name, argument in ACCELERATOR.items() if argument.instead}
 CALLS: dict[str, dict[str, str]] = {
@@ -106,7 +106,7 @@ CALLS: dict[str, dict[str, str]] = {
     "Engine.broadcast": {"tensor": called("tree"), "obj": called("tree"), "src": called("from_process")},
     "Engine.pad_across_processes": {"tensor": called("tree")},
 }
-"""Arguments of ``Accelerator`` and its methods, by our call: what to do instead."""
+"""Our method -> arguments of ``Accelerator``'s counterpart that it lacks -> what to do instead."""
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "Engine": {
         "gather_object": "use gather(tree), or gather_for_metrics for objects",
@@ -132,9 +132,9 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("deepspeed_plugin", "parallelism_config", "torch_device_mesh"), "use strategy"),
     },
 }
-"""Attributes of ``Accelerator``: what to use instead."""
+"""Our class -> attributes of ``Accelerator`` that it lacks -> what to use instead."""
 RENAMED = {"Accelerator": "Engine", "set_seed": "seed_everything"}
-"""Names that ``engine`` has, and how they are called there."""
+"""Accelerate's names -> the names of their counterparts in ``engine``."""
 FUNCTIONS = {
     **dict.fromkeys(
         (
@@ -158,4 +158,4 @@ FUNCTIONS = {
     ),
     "prepare_pippy": "Engine(strategy={'name': 'mesh', 'pp': 2})",
 }
-"""A function or a class of Accelerate's whose counterpart is of another kind -> what to use instead."""
+"""Accelerate's functions and classes without one of this name here -> what to use instead."""

@@ -1,4 +1,4 @@
-"""Optimizers of an :class:`Accelerator`."""
+"""The optimizers that ``Accelerator.prepare`` returns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from engine.step.wrappers import PreparedOptimizer
 
 
 class AcceleratedOptimizer(PreparedOptimizer):
-    """A prepared optimizer; under Accelerate's rule ``zero_grad`` in a window's last micro-batch clears the whole window's gradients."""
+    """A prepared optimizer. Under Accelerate's rules (``follows``), ``zero_grad`` in a window's last micro-batch clears the window's gradients."""
 
     follows = False
 
@@ -18,7 +18,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
             self._stepper.forget([self.optimizer])
 
     def train(self) -> None:
-        if hasattr(self.optimizer, "train"):  # schedule-free ones
+        if hasattr(self.optimizer, "train"):  # schedule-free optimizers
             self.optimizer.train()
 
     def eval(self) -> None:

@@ -1,6 +1,6 @@
-"""Loaders that deal out data by padding: the last step is filled up from the first, and a batch is read ahead to know the end.
+"""Loaders that pad the last global batch with samples of the first, and read one batch ahead to know when the data ends.
 
-The engine's own loaders (:mod:`engine.data.loader`) pad nothing; these serve comparisons with trainers that do.
+The engine's own loaders (:mod:`engine.data.loader`) never pad; these are for comparisons with trainers that do.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from engine.utils.tree import batch_size, leaves, map_tensors, move
 
 
 class Loader:
-    """A prepared loader that says where it stands; all else is the wrapped loader's.
+    """A prepared loader with Accelerate's attributes for its position; other attributes are those of the wrapped loader.
 
     Args:
-        reading: the loaders that are being read, the innermost last; this one is among them during a pass.
-        rng_types: generators that start each pass with the main process's state.
+        reading: the loaders that are being iterated over, the innermost last; the loader adds itself during a pass.
+        rng_types: the random generators that get the main process's state at the start of each pass.
     """
 
     synchronized_generator: torch.Generator | None = None
@@ -58,7 +58,7 @@ class Loader:
             self.reading.remove(self)
 
     def _first(self) -> int:
-        """The number of the next pass's first batch in its epoch."""
+        """The index within its epoch of the next pass's first batch."""
         return int(self.base_dataloader.skipped)
 
     def _batches(self) -> Any:
@@ -66,10 +66,10 @@ class Loader:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the newest batch is the last.
+        """Whether the latest batch is the last one.
 
         Raises:
-            RuntimeError: the data has no length, so its end is not known before it is reached.
+            RuntimeError: the data has no length, so that its end is unknown until it is reached.
         """
         if self.base_dataloader.length is None:
             raise RuntimeError(
@@ -79,28 +79,28 @@ class Loader:
 
     @property
     def remainder(self) -> int:
-        """Samples of the last global batch to keep; 0: all, because nothing is padded."""
+        """The number of samples of the last global batch to keep; 0 means all, because nothing is padded."""
         return 0
 
     @property
     def total_batch_size(self) -> int:
-        """Samples in a full global batch."""
+        """The number of samples in a full global batch."""
         return int(self.batch_sampler.batch_size) * self.group.world_size
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples in the data."""
+        """The number of samples in the dataset."""
         return len(self.dataset)
 
     def skipping(self, num_batches: int) -> Any:
-        """A loader for the rest of the epoch; the number counts from its start, also where ``load_state`` has found the position."""
+        """A loader that skips the epoch's first ``num_batches`` batches, counted from its start even after ``load_state`` has restored a position."""
         loader: PreparedLoader = self.base_dataloader
         loader.restart()
         return Loader(loader.skipping(num_batches), self.group, self.reading, self.rng_types)
 
 
 class PaddedLoader(Loader):
-    """A loader dealt out by padding: the user's own order, a batch read ahead, the last global batch filled up from the first."""
+    """A loader that keeps the user's order, pads the last global batch with samples of the first, and reads one batch ahead."""
 
     end_of_dataloader: Any = False
     remainder: Any = -1
@@ -111,7 +111,7 @@ class PaddedLoader(Loader):
         super().__init__(loader, group, reading, rng_types)
         self.device, self.skip_batches, self.iteration = device, 0, 0
         self.synchronized_generator = getattr(_sampler(loader) or loader.dataset, "generator", None)
-        self._start, self._opening = 0, torch.get_rng_state()
+        self._start, self._order_rng_state = 0, torch.get_rng_state()
         self._resumes = False
 
     @property
@@ -134,17 +134,18 @@ class PaddedLoader(Loader):
                 part.set_epoch(epoch)
 
     def _batches(self) -> Any:
+        """Yield the batches of a pass; record the random state that their order is drawn from, and whether a batch is the last."""
         self.end_of_dataloader, self.remainder = False, -1
-        with contextlib.suppress(TypeError, AttributeError):  # a stream
+        with contextlib.suppress(TypeError, AttributeError):  # a stream has no length
             if not self.drop_last:
                 self.remainder = self.total_dataset_length % self.total_batch_size
         self.set_epoch(self.iteration)
         with torch.random.fork_rng(devices=()) if self._resumes else contextlib.nullcontext():
-            if self._resumes:  # the order is drawn again
-                torch.set_rng_state(self._opening)
-            self._opening = torch.get_rng_state()
+            if self._resumes:  # draw the same order as before the checkpoint
+                torch.set_rng_state(self._order_rng_state)
+            self._order_rng_state = torch.get_rng_state()
             generator = self.synchronized_generator
-            self._drawn_from = None if generator is None else generator.get_state()
+            self._order_generator_state = None if generator is None else generator.get_state()
             batches, start = self._read(), self._first()
             ahead = next(itertools.islice(batches, start, None), None)
         self._start, self._resumes = 0, False
@@ -159,24 +160,24 @@ class PaddedLoader(Loader):
             yield batch if self.device is None else move(batch, self.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the batches given in it, and the random numbers that its order is drawn from."""
+        """The epoch, the number of its batches that were given out, and the random states that its order was drawn from."""
         inside = self in self.reading
         ended, generator = inside and self.end_of_dataloader, self.synchronized_generator
         if inside and not ended:
             return {
                 "epoch": self.iteration,
                 "given": self._batches_given,
-                "torch": self._opening,
-                "generator": self._drawn_from,
+                "torch": self._order_rng_state,
+                "generator": self._order_generator_state,
             }
-        drawn = None if generator is None else generator.get_state()
-        return {"epoch": self.iteration + ended, "given": 0, "torch": None, "generator": drawn}
+        generator_state = None if generator is None else generator.get_state()
+        return {"epoch": self.iteration + ended, "given": 0, "torch": None, "generator": generator_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass continue from :meth:`state_dict`."""
         self.iteration, self._start, self._resumes = state["epoch"], state["given"], state["torch"] is not None
         if self._resumes:
-            self._opening = state["torch"]
+            self._order_rng_state = state["torch"]
         if self.synchronized_generator is not None and state["generator"] is not None:
             self.synchronized_generator.set_state(state["generator"])
 
@@ -191,7 +192,7 @@ class PaddedLoader(Loader):
 
 
 class DispatchedLoader(PaddedLoader):
-    """The main process reads each global batch and sends it; each process takes its slice."""
+    """A loader whose main process reads each global batch and broadcasts it; each process takes its slice."""
 
     def __init__(self, *args: Any, split_batches: bool, slice_fn: Any = None, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -199,11 +200,11 @@ class DispatchedLoader(PaddedLoader):
 
     def __len__(self) -> int:
         batches_per_step = 1 if self.split_batches else self.group.world_size
-        steps, more = divmod(len(self.base_dataloader), batches_per_step)
-        return steps + (more > 0 and not self.drop_last)
+        steps, remainder = divmod(len(self.base_dataloader), batches_per_step)
+        return steps + (remainder > 0 and not self.drop_last)
 
-    def _rounds(self) -> Iterator[tuple[Any, bool]]:
-        """Global batches, and whether each is the last; on the main process."""
+    def _global_batches(self) -> Iterator[tuple[Any, bool]]:
+        """Yield the global batches and whether each is the last; yields nothing on other processes than the main one."""
         batches, batches_per_step = iter(self.base_dataloader), 1 if self.split_batches else self.group.world_size
         if not self.group.is_main:
             return
@@ -219,13 +220,14 @@ class DispatchedLoader(PaddedLoader):
                 ) from error
 
     def _read(self) -> Iterator[Any]:
-        group, rounds, first = self.group, self._rounds(), None
-        while sent := broadcast_object(group, next(rounds, None)):
+        """Yield this process's slices of the global batches; the last one is padded to divide evenly."""
+        group, global_batches, first = self.group, self._global_batches(), None
+        while sent := broadcast_object(group, next(global_batches, None)):
             batch, last = sent
             size, n = int(batch_size(batch) or 0), group.world_size
-            rows, more = divmod(size, n)
+            rows, remainder = divmod(size, n)
             first = _sliced(batch, slice(0, n)) if first is None else first
-            if last and more and not self.drop_last:
+            if last and remainder and not self.drop_last:
                 batch, rows = joined([batch, first]), rows + 1
             rank_rows = slice(group.rank * rows, (group.rank + 1) * rows)
             rank_batch = self.slice_fn(batch, rank_rows, process_index=group.rank, num_processes=n)
@@ -235,7 +237,7 @@ class DispatchedLoader(PaddedLoader):
 
 
 def _sampler(loader: Any) -> Any:
-    """The sampler that determines the order of the samples of a plain loader; ``None`` if there is none."""
+    """The sampler that determines the order of samples in a ``DataLoader``; ``None`` if there is none."""
     batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     return getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
 
@@ -255,17 +257,17 @@ def padded(
     seed: int | None = None,
     rng_types: Iterable[Any] = (),
 ) -> PaddedLoader:
-    """A user's loader as a padded one.
+    """Wrap a user's ``DataLoader`` as a padded loader.
 
     Args:
-        processes: their number, and this one's index.
-        device: of the batches; ``None``: they stay where they are.
+        processes: the number of processes, and the index of this one.
+        device: where to move the batches; ``None`` leaves them where they are.
         split_batches, even_batches: see :class:`engine.compat.accelerate.padded_shards.BatchSamplerShard`.
-        dispatch: the main process reads, and ``slice_fn(batch, slice, process_index=, num_processes=)`` cuts.
-        seedable: a shuffle depends on ``seed`` and the epoch.
+        dispatch: the main process reads the data, and ``slice_fn(batch, slice, process_index=, num_processes=)`` takes each process's part.
+        seedable: let a shuffled order depend only on ``seed`` and the epoch.
 
     Raises:
-        ValueError: batches cannot be split.
+        ValueError: batches cannot be split evenly.
     """
     n, rank = processes
     size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
@@ -286,8 +288,10 @@ def padded(
 
 
 def _stream_shard(loader: Any, n: int, rank: int, split: bool) -> Any:
+    """A copy of a stream's loader that reads only this process's samples; ``split``: batches are split over the processes."""
     data = loader.dataset
-    if not split and getattr(data, "n_shards", 0) >= n and hasattr(data, "shard"):  # of the package datasets
+    # a dataset of the package ``datasets``
+    if not split and getattr(data, "n_shards", 0) >= n and hasattr(data, "shard"):
         return altered(loader, dataset=data.shard(num_shards=n, index=rank))
     shard = IterableDatasetShard(data, loader.batch_size, loader.drop_last, n, rank, split)
     process_batch = loader.batch_size // n if split else loader.batch_size
@@ -296,7 +300,7 @@ def _stream_shard(loader: Any, n: int, rank: int, split: bool) -> Any:
 
 
 def _seeded(batches: Any, seedable: bool, seed: int | None, shared: bool) -> Any:
-    """The batch sampler, with a copy of its sampler whose random numbers can be set, where that is needed."""
+    """The batch sampler, or a copy whose random sampler has a seed (``seedable``) or a generator that all ranks can synchronize (``shared``)."""
     sampler: Any = getattr(batches, "sampler", None)
     if isinstance(sampler, RandomSampler) and seedable:
         options = {
@@ -317,7 +321,7 @@ def _seeded(batches: Any, seedable: bool, seed: int | None, shared: bool) -> Any
 
 
 def joined(trees: Sequence[Any], dim: int = 0) -> Any:
-    """Trees of one structure as one, their tensors joined along ``dim``."""
+    """Concatenate trees of the same structure leaf by leaf along ``dim``."""
     other_leaves = [iter(leaves(tree)) for tree in trees[1:]]
     return map_tensors(
         lambda tensor: torch.cat([tensor, *(next(leaves_of_tree) for leaves_of_tree in other_leaves)], dim=dim),
@@ -330,10 +334,10 @@ def _sliced(batch: Any, part: slice, **processes: Any) -> Any:
 
 
 def split_over(loader: Any, num_processes: int) -> Any:
-    """``split_batches`` under exact rules: the loader's batch is the global one, and each process has its part.
+    """A copy of the loader with the batch size of one process, for ``split_batches`` under exact rules: the loader's own batch is the global one.
 
     Raises:
-        ValueError: its size is not a multiple of the processes, or a batch sampler of another class decides it.
+        ValueError: the batch size is not a multiple of the number of processes, or only a custom batch sampler knows it.
     """
     size = loader.batch_size
     if size is None or size % num_processes:

@@ -1,6 +1,6 @@
-"""Data dealt out to processes by another rule than the engine's: whole steps only, the last one filled up from the first, as Accelerate does.
+"""Distributes data over processes as Accelerate does: in whole global batches, the last of which is padded with samples of the first.
 
-The engine's own feeds pad nothing; these serve comparisons with trainers that do.
+The engine's own loaders never pad; these classes are for comparisons with trainers that do.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 
 class BatchSamplerShard(BatchSampler):
-    """One process's batches of a batch sampler.
+    """The batches of one process, out of those of a batch sampler.
 
     Args:
         split_batches: each process takes a part of every batch, rather than every ``num_processes``-th batch.
-        even_batches: fill up the last step; without it processes may have different numbers of batches. May be changed between passes.
+        even_batches: pad the last global batch; otherwise processes may have different numbers of batches. May be changed between passes.
 
     Raises:
-        ValueError: batches cannot be split; in a pass: their sizes differ, and ``even_batches`` is set.
+        ValueError: batches cannot be split evenly; during a pass: their sizes differ although ``even_batches`` is set.
     """
 
     def __init__(
@@ -42,19 +42,20 @@ class BatchSamplerShard(BatchSampler):
             )
 
     def __len__(self) -> int:
-        whole, more = divmod(len(self.batch_sampler), 1 if self.split_batches else self.num_processes)
-        has_remainder = self.even_batches or self.process_index < more
-        return whole + (more > 0 and not self.drop_last and has_remainder)
+        whole, remainder = divmod(len(self.batch_sampler), 1 if self.split_batches else self.num_processes)
+        has_remainder = self.even_batches or self.process_index < remainder
+        return whole + (remainder > 0 and not self.drop_last and has_remainder)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.batch_size is None or not (self.even_batches or self.split_batches):  # batches as they are
-            dealt = _dealt(self.batch_sampler, self.num_processes, self)
-            yield from (batch for (batch,) in dealt)
+        if self.batch_size is None or not (self.even_batches or self.split_batches):  # whole batches, in turns
+            parts = _process_parts(self.batch_sampler, self.num_processes, self)
+            yield from (batch for (batch,) in parts)
         else:
             size = self.batch_size * (1 if self.split_batches else self.num_processes)
-            yield from _dealt(self._samples(), size, self)
+            yield from _process_parts(self._samples(), size, self)
 
     def _samples(self) -> Iterator[Any]:
+        """The samples of all batches; only the last batch may be shorter than ``batch_size``."""
         short = False
         for batch in self.batch_sampler:
             if short:
@@ -64,7 +65,7 @@ class BatchSamplerShard(BatchSampler):
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """One process's samples of a stream; for the arguments see :class:`BatchSamplerShard`."""
+    """The samples of one process, out of those of a stream; for the arguments see :class:`BatchSamplerShard`."""
 
     even_batches = True
 
@@ -87,22 +88,22 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.generator = getattr(dataset, "generator", None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the data, or seed its generator."""
+        """Pass the epoch to the dataset, or seed its generator with it."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         elif isinstance(self.generator, torch.Generator):
             self.generator.manual_seed(epoch)
 
     def __len__(self) -> int:
-        whole, more = divmod(len(self.dataset), self.whole)
-        return (whole + (more > 0 and not self.drop_last)) * (self.whole // self.num_processes)
+        whole, remainder = divmod(len(self.dataset), self.whole)
+        return (whole + (remainder > 0 and not self.drop_last)) * (self.whole // self.num_processes)
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(_dealt(self.dataset, self.whole, self))
+        return itertools.chain.from_iterable(_process_parts(self.dataset, self.whole, self))
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A shuffle that depends on a seed and the epoch."""
+    """A random sampler whose order depends only on a seed and the epoch."""
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -119,8 +120,8 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch += 1
 
 
-def _dealt(items: Iterable[Any], whole: int, shard: Any) -> Iterator[list[Any]]:
-    """This process's part of each ``whole`` items; the last ones are dropped, filled up from the first or given out as they are."""
+def _process_parts(items: Iterable[Any], whole: int, shard: Any) -> Iterator[list[Any]]:
+    """Yield this process's part of every ``whole`` items. A shorter rest is dropped, padded with the first items, or distributed as it is."""
     size, stream = whole // shard.num_processes, iter(items)
     rank_slice = slice(shard.process_index * size, (shard.process_index + 1) * size)
     first: list[Any] = []

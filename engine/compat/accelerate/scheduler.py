@@ -1,4 +1,4 @@
-"""Schedulers of an :class:`Accelerator`."""
+"""The schedulers that ``Accelerator.prepare`` returns."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from engine.step.wrappers import PreparedScheduler
 
 
 class AcceleratedScheduler:
-    """A prepared scheduler of an ``engine``; all else is the wrapped scheduler's. It steps ``times`` for each step of the optimizer (0: the
-    script decides when). ``follows``: whether Accelerate's rule holds."""
+    """A prepared scheduler; other attributes are those of the wrapped one. It steps ``times`` times per optimizer step (0: whenever the script
+    calls ``step``). ``follows``: whether Accelerate's rules apply."""
 
     def __init__(self, prepared: PreparedScheduler, engine: Engine, times: int, follows: bool) -> None:
         self._prepared, self._engine, self._times, self._follows = prepared, engine, times, follows
@@ -27,7 +27,7 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
             return
         if self._follows and not self._engine.sync_gradients and self.gradient_state.plugin.adjust_scheduler:
-            self.scheduler._step_count += 1  # Accelerate counts micro-batches for schedules with a fixed length
+            self.scheduler._step_count += 1  # Accelerate counts micro-batches too, in schedules with a fixed length
         total = getattr(self.scheduler, "total_steps", None) if self._follows else None
         if total is not None:
             self._engine.settle()

@@ -1,4 +1,4 @@
-"""Accelerate's process-wide objects: where this process stands, and where its newest loop stands. The engine does not read them."""
+"""Accelerate's process-wide objects, which describe this process and its latest training loop. The engine does not read them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.engine import Engine
 
 
 class _Shared:
-    """Base of classes whose objects share their attributes."""
+    """Base of classes whose instances all share the same attributes."""
 
     _shared_state: ClassVar[dict[str, Any]]
 
@@ -35,7 +35,7 @@ class _Shared:
 
 
 class PartialState(_Shared):
-    """The processes of this job, which the first object joins. What it does on them is :class:`engine.Engine`'s."""
+    """The processes of this job; creating the first instance joins it. The methods are those of :class:`engine.Engine`."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}
     group: Group
@@ -44,7 +44,7 @@ class PartialState(_Shared):
     fork_launched = False
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
-        """``kwargs``: ``timeout`` of joining and of collectives; ``backend``, if it is the device's own; others are an error."""
+        """``kwargs``: ``timeout`` of joining and of collectives, and ``backend``, which must be the device's default. Others raise an error."""
         self.__dict__ = self._shared_state
         cpu = cpu or flag_of("ACCELERATE_USE_CPU")
         if not self.initialized:
@@ -57,6 +57,7 @@ class PartialState(_Shared):
     def _join(
         self, cpu: bool, timeout: timedelta | None = None, backend: str | None = None, **further_arguments: Any
     ) -> None:
+        """Join the job and set the shared attributes."""
         if unsupported := [name for name, value in further_arguments.items() if value is not None]:
             raise ValueError(
                 f"{', '.join(unsupported)}: the launcher's variables say how processes join (fit env); leave it out"
@@ -92,7 +93,7 @@ for _name in (
     *("is_last_process", "print", "on_main_process", "on_local_main_process", "on_last_process", "on_process"),
     *("wait_for_everyone", "main_process_first", "local_main_process_first", "split_between_processes"),
 ):
-    setattr(PartialState, _name, vars(Engine)[_name])  # they need the group alone
+    setattr(PartialState, _name, vars(Engine)[_name])  # these methods only use self.group
 
 
 class AcceleratorState(PartialState):
@@ -111,13 +112,13 @@ class AcceleratorState(PartialState):
 
 
 class GradientState(_Shared):
-    """The loader that is being read, and whether the newest micro-batch closes its window."""
+    """The loader that is being iterated over, and whether the latest micro-batch ends its accumulation window."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}
     plugin: Any
     sync_gradients: bool
     dataloader_references: list[Any]
-    """Loaders that are being read, the innermost last."""
+    """Loaders that are being iterated over, the innermost last."""
 
     def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
         self.__dict__ = self._shared_state

@@ -1,4 +1,4 @@
-"""Trackers of an :class:`Accelerator`: loggers of the package ``callbacks``, or objects of your own."""
+"""Trackers of an :class:`Accelerator`: loggers of the package ``callbacks``, or the user's own objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.compat.accelerate.state import PartialState
 
 
 class GeneralTracker:
-    """Subclass it for a tracker of your own, and give an object in ``log_with``."""
+    """The base class of the user's own trackers, which are passed to ``log_with``."""
 
     name = ""
     requires_logging_directory = False
@@ -30,7 +30,7 @@ class GeneralTracker:
     def started_tracker(
         self, project: str, logging_dir: str | Path | None, config: dict[str, Any], options: dict[str, Any]
     ) -> GeneralTracker:
-        """Start the tracker of a ``project``, and store the ``config`` in it."""
+        """Start the tracker for a ``project``, store ``config`` in it, and return it."""
         self.start()
         if config:
             self.store_init_configuration(config)
@@ -38,7 +38,7 @@ class GeneralTracker:
 
 
 class LoggerTracker(GeneralTracker):
-    """A logger of ``callbacks.loggers`` in a loop of your own."""
+    """A tracker that uses a logger of ``callbacks.loggers``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -68,7 +68,7 @@ class LoggerTracker(GeneralTracker):
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of nested dicts by ``name/inner``."""
+    """Flatten nested dicts; the keys become ``name/inner``."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         inner = _flat(value) if isinstance(value, Mapping) else None
@@ -77,7 +77,11 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trackers_for(log_with: Any, logging_dir: Any) -> list[GeneralTracker]:
-    """The trackers that ``log_with`` names; ``ValueError``: one has no counterpart."""
+    """The trackers that ``log_with`` asks for.
+
+    Raises:
+        ValueError: an entry has no counterpart.
+    """
     trackers: list[GeneralTracker] = []
     for entry in log_with if isinstance(log_with, (list, tuple)) else [log_with]:
         name = str(entry).lower()
@@ -94,7 +98,7 @@ def trackers_for(log_with: Any, logging_dir: Any) -> list[GeneralTracker]:
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a tracker's method: it runs on the main process only, unless the tracker has ``main_process_only = False``."""
+    """Decorate a tracker's method to run on the main process only, unless the tracker has ``main_process_only = False``."""
 
     @functools.wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Checkpoints of other libraries as checkpoints of this one."""
+"""Converts checkpoints of other libraries to checkpoints of this one."""

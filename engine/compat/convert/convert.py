@@ -19,7 +19,7 @@ from engine.checkpoint.remote_storage import local_copy, without_query
 from engine.checkpoint.storage import Draft
 from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.tensors import Stored, TensorFiles, storable
-from engine.compat.convert.optimizer_names import named, nested
+from engine.compat.convert.optimizer_names import nested, with_parameter_names
 from engine.compat.convert.untrusted_files import (
     METADATA,
     PICKLE,
@@ -79,14 +79,14 @@ class Converted:
 
 @dataclass
 class _Content:
-    """The content of the input."""
+    """The content of a foreign checkpoint."""
 
     kind: str
     model: Tensors
     names: dict[str, str]
-    """The model's names, each with that in ``model``; tied weights once."""
+    """Name of a model's tensor -> its name in ``model``; one entry for tied weights."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Names that share the tensor of another one."""
+    """Names of tied weights -> the name in ``names`` of the same tensor."""
     optim: list[Any] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
     scaler: Any = None
@@ -96,7 +96,7 @@ class _Content:
     hparams_name: str | None = None
     user: dict[str, Any] = field(default_factory=dict)
     average: dict[str, Tensor] = field(default_factory=dict)
-    """Averages of the model's weights, with which it was validated."""
+    """The averaged weights, with which the model was validated."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -145,13 +145,13 @@ def _read(path: Path, source_name: str, trust_pickle: bool) -> _Content:
     """Read the file or directory; ``source_name`` is the user's name for it."""
     if path.is_dir() and ((path / MANIFEST).is_file() or folder_at(path) is not None):
         raise ValueError(f"{source_name} is a checkpoint of this library already: there is nothing to convert")
-    safe = path.is_dir() and next(path.glob("*.safetensors"), None) is not None
+    has_safetensors = path.is_dir() and next(path.glob("*.safetensors"), None) is not None
     if path.is_file() and path.suffix == ".safetensors":
         tensor_file = TensorFiles(path, [path])
         return _Content("safetensors file", tensor_file, {name: name for name in tensor_file.stored})
-    if safe and not (path / METADATA).is_file():
-        several = TensorFiles(path)
-        return _Content("safetensors directory", several, {name: name for name in several.stored})
+    if has_safetensors and not (path / METADATA).is_file():
+        tensor_files = TensorFiles(path)
+        return _Content("safetensors directory", tensor_files, {name: name for name in tensor_files.stored})
     if path.is_dir() and not (path / METADATA).is_file():
         raise ValueError(
             f"{source_name} has neither {METADATA} nor .safetensors files: give a torch.save file, or a directory of one of these kinds"
@@ -167,7 +167,7 @@ def _read(path: Path, source_name: str, trust_pickle: bool) -> _Content:
             f"{source_name} holds a {type(loaded).__name__}: a dict of tensors by name is needed, or one with {', '.join(_MODELS)}"
         )
     if "state_dict" in loaded and "pytorch-lightning_version" in loaded:
-        return _of_lightning(loaded, source_name)
+        return _lightning_content(loaded, source_name)
     key = next((key for key in _MODELS if isinstance(loaded.get(key), Mapping)), None)
     content = _tensors("torch.save file", loaded if key is None else loaded[key], source_name)
     if key is not None:
@@ -177,7 +177,7 @@ def _read(path: Path, source_name: str, trust_pickle: bool) -> _Content:
 
 
 def _tensors(kind: str, state: Mapping[str, Any], source_name: str) -> _Content:
-    """The tensors of a ``state_dict``; tensors that share memory once."""
+    """The tensors of a ``state_dict``; those that share memory become aliases of the first. Raise ``ValueError`` if a tensor cannot be stored."""
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         raise ValueError(
@@ -207,15 +207,15 @@ def _tensors(kind: str, state: Mapping[str, Any], source_name: str) -> _Content:
     )
 
 
-def _of_lightning(loaded: Mapping[str, Any], source_name: str) -> _Content:
-    """A Lightning checkpoint. Where its ``WeightAveraging`` was used, ``state_dict`` is the average, which was validated."""
-    trained = loaded.get("current_model_state")
-    if not isinstance(trained, Mapping):
-        return _lightning(loaded, _tensors("Lightning checkpoint", loaded["state_dict"], source_name))
+def _lightning_content(loaded: Mapping[str, Any], source_name: str) -> _Content:
+    """The content of a Lightning checkpoint. If its ``WeightAveraging`` was used, its ``state_dict`` holds the averages, which were validated."""
+    trained_weights = loaded.get("current_model_state")
+    if not isinstance(trained_weights, Mapping):
+        return _add_lightning_entries(loaded, _tensors("Lightning checkpoint", loaded["state_dict"], source_name))
     average, other_entries = _tensors("Lightning checkpoint", loaded["state_dict"], source_name), dict(loaded)
     for name in ("current_model_state", "averaging_state"):
         other_entries.pop(name, None)
-    content = _lightning(other_entries, _tensors("Lightning checkpoint", trained, source_name))
+    content = _add_lightning_entries(other_entries, _tensors("Lightning checkpoint", trained_weights, source_name))
     names = {*average.names, *average.aliases}
     content.average = {str(name): value for name, value in loaded["state_dict"].items() if str(name) in names}
     content.notes.append(
@@ -224,28 +224,28 @@ def _of_lightning(loaded: Mapping[str, Any], source_name: str) -> _Content:
     return content
 
 
-def _lightning(loaded: Mapping[str, Any], content: _Content) -> _Content:
-    """Add the entries of a Lightning checkpoint besides its weights."""
+def _add_lightning_entries(loaded: Mapping[str, Any], content: _Content) -> _Content:
+    """Add the entries of a Lightning checkpoint other than its weights to ``content``, and return it."""
     content.step = int(loaded.get("global_step", 0))
     current = loaded.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current", {})
     content.epoch = int(current.get("processed", loaded.get("epoch", 0)))
     for name, value in dict(loaded.get("hyper_parameters") or {}).items():
-        if _packs(value, f"the hyperparameter {name!r}", content.notes):
+        if _is_storable(value, f"the hyperparameter {name!r}", content.notes):
             content.hparams[str(name)] = value
-    whole = loaded.get("hparams_name")
-    content.hparams_name = whole if isinstance(whole, str) and whole != "kwargs" else None
+    hparams_name = loaded.get("hparams_name")
+    content.hparams_name = hparams_name if isinstance(hparams_name, str) and hparams_name != "kwargs" else None
     content.optim = [
         _by_names(state, content, f"optimizer {i}") for i, state in enumerate(loaded.get("optimizer_states") or [])
     ]
     content.schedulers = [
-        s for i, s in enumerate(loaded.get("lr_schedulers") or []) if _packs(s, f"scheduler {i}", content.notes)
+        s for i, s in enumerate(loaded.get("lr_schedulers") or []) if _is_storable(s, f"scheduler {i}", content.notes)
     ]
     scaler = next((loaded[name] for name in _SCALERS if name in loaded), None)
-    content.scaler = scaler if _packs(scaler, "the loss scaler", content.notes) else None
+    content.scaler = scaler if _is_storable(scaler, "the loss scaler", content.notes) else None
     content.user = {
         name: v
         for name, v in loaded.items()
-        if name not in _LIGHTNING and _packs(v, f"the entry {name!r}", content.notes)
+        if name not in _LIGHTNING and _is_storable(v, f"the entry {name!r}", content.notes)
     }
     if loaded.get("callbacks"):
         content.notes.append(f"left out: the states of {len(loaded['callbacks'])} callback(s)")
@@ -253,40 +253,43 @@ def _lightning(loaded: Mapping[str, Any], content: _Content) -> _Content:
 
 
 def _distributed(path: Path) -> _Content:
+    """The content of a ``torch.distributed.checkpoint`` directory: the model, optimizers, and what Lightning keeps in its ``meta.pt``."""
     files = DistributedFiles(path)
     paths = files.paths
-    tops = {p[0] for p in paths.values()}
+    outer_keys = {p[0] for p in paths.values()}
     if (
-        len(tops) == 1 and not tops & set(_MODELS) and all(len(p) > 2 for p in paths.values())
+        len(outer_keys) == 1 and not outer_keys & set(_MODELS) and all(len(p) > 2 for p in paths.values())
     ):  # one outer key, such as "app"
         paths = {name: p[1:] for name, p in paths.items()}
     key = next((key for key in _MODELS if any(p[0] == key and len(p) > 1 for p in paths.values())), None)
-    inner = {name: p for name, p in paths.items() if (p[0] == key if key is not None else len(p) == 1)}
-    names = {".".join(map(str, p if key is None else p[1:])): name for name, p in inner.items() if name in files.stored}
+    model_paths = {name: p for name, p in paths.items() if (p[0] == key if key is not None else len(p) == 1)}
+    names = {
+        ".".join(map(str, p if key is None else p[1:])): name for name, p in model_paths.items() if name in files.stored
+    }
     if not names:
         raise ValueError(
             f"{path}: no model is found among {', '.join(map(str, dict.fromkeys(p[0] for p in paths.values())))}"
         )
     content = _Content("torch.distributed.checkpoint directory", files, names)
-    entries_by_top: dict[Any, dict[tuple[Any, ...], str]] = {}
+    entries_by_key: dict[Any, dict[tuple[Any, ...], str]] = {}
     for name, p in paths.items():
-        if name not in inner:
-            entries_by_top.setdefault(p[0], {})[p[1:]] = name
+        if name not in model_paths:
+            entries_by_key.setdefault(p[0], {})[p[1:]] = name
         elif name not in files.stored:
             content.notes.append(f"left out, because it is not a tensor: {name}")
-    for top, leaves in entries_by_top.items():
+    for outer_key, leaves in entries_by_key.items():
         if any(p[:1] == ("param_groups",) for p in leaves):
             values = {
                 p: files.whole_tensors([name])[name] if name in files.stored else files.value(name)
                 for p, name in leaves.items()
             }
-            content.optim.append(_by_names({"state": {}, **nested(values)}, content, f"optimizer {top!r}"))
+            content.optim.append(_by_names({"state": {}, **nested(values)}, content, f"optimizer {outer_key!r}"))
         else:
-            content.notes.append(f"left out: {top!r}")
+            content.notes.append(f"left out: {outer_key!r}")
     if (path / "meta.pt").is_file():  # Lightning's, with sharded tensors
         with stable_name(path / "meta.pt") as file:
             optim, loaded = content.optim, load_pickle(file, path / "meta.pt")
-        content = _lightning({**loaded, "optimizer_states": []}, content)
+        content = _add_lightning_entries({**loaded, "optimizer_states": []}, content)
         content.kind, content.optim = "Lightning sharded checkpoint", optim
     return content
 
@@ -300,15 +303,17 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _by_names(state: Any, content: _Content, what: str) -> Any:
-    """An optimizer's state by names of parameters, or unchanged."""
-    if not _is_optimizer(state) or not _packs(state, what, content.notes):
+    """An optimizer's state with parameter names as keys, if they can be found; otherwise unchanged. ``what``: its name in messages."""
+    if not _is_optimizer(state) or not _is_storable(state, what, content.notes):
         raise ValueError(
             f"{what} is not an optimizer's state, or contains what a checkpoint cannot hold: {'; '.join(content.notes)}"
         )
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if not all(isinstance(number, int) for number in numbers):
         return state
-    by_names = named(state, {name: Stored(name, *_kind(content, name)) for name in content.names})
+    by_names = with_parameter_names(
+        state, {name: Stored(name, *_shape_and_dtype(content, name)) for name in content.names}
+    )
     if by_names is None:
         content.notes.append(
             f"{what}: its parameters cannot be identified, so it keeps their numbers; these fit an optimizer created in the same way"
@@ -317,12 +322,13 @@ def _by_names(state: Any, content: _Content, what: str) -> Any:
     return by_names
 
 
-def _kind(content: _Content, name: str) -> tuple[torch.Size, torch.dtype]:
+def _shape_and_dtype(content: _Content, name: str) -> tuple[torch.Size, torch.dtype]:
     stored = content.model.stored[content.names[name]]
     return stored.shape, stored.dtype
 
 
-def _packs(value: Any, what: str, notes: list[str]) -> bool:
+def _is_storable(value: Any, what: str, notes: list[str]) -> bool:
+    """Whether a checkpoint can store ``value``; if not, add a note that ``what`` is left out."""
     try:
         pack(value)
     except TypeError as error:
@@ -363,8 +369,8 @@ def _write(draft: Draft, path: Path | str, content: _Content, source_name: str) 
     if content.average:
         (draft.folder / WEIGHTS).mkdir()
         tensors, tree = packed_weights({AVERAGE: content.average})
-        within = {key.removeprefix(f"{WEIGHTS}/"): tensor for key, tensor in tensors.items()}
-        files |= _write_tensors(draft, f"{WEIGHTS}/rank=00000.safetensors", within)
+        file_tensors = {key.removeprefix(f"{WEIGHTS}/"): tensor for key, tensor in tensors.items()}
+        files |= _write_tensors(draft, f"{WEIGHTS}/rank=00000.safetensors", file_tensors)
         files |= draft.write_tree(OTHER_WEIGHTS, (tree, {}))
         facts[SCORED_WITH] = AVERAGE
     draft.send(files)
@@ -383,10 +389,11 @@ def _write(draft: Draft, path: Path | str, content: _Content, source_name: str) 
 
 
 def _shards(content: _Content) -> Iterator[list[str]]:
+    """Yield lists of the model's names whose tensors together take at most :data:`SHARD` bytes (or one larger tensor)."""
     shard: list[str] = []
     filled = 0
     for name in content.names:
-        shape, dtype = _kind(content, name)
+        shape, dtype = _shape_and_dtype(content, name)
         size = shape.numel() * dtype.itemsize
         if shard and filled + size > SHARD:
             yield shard
@@ -406,7 +413,7 @@ def _write_tensors(draft: Draft, file: str, tensors: Mapping[str, Tensor]) -> di
 
 
 def _shared(content: _Content) -> dict[str, Any]:
-    """The tree that a run's checkpoint has as ``state/shared``; see :mod:`engine.loop.run_snapshot`."""
+    """The tree ``state/shared`` of the new checkpoint; see :mod:`engine.loop.run_snapshot`."""
     return {
         "state": {"epoch": content.epoch, "step": content.step},
         "seed": None,

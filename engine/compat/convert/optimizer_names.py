@@ -1,4 +1,4 @@
-"""Optimizer states keyed by parameter names instead of numbers; trees built from paths."""
+"""Renames the numbered parameters in optimizer states to their names, and builds trees from paths."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from torch import Tensor
 from engine.checkpoint.tensors import Stored
 
 _LIKE_THE_PARAMETER = ("exp_avg", "momentum_buffer", "square_avg", "exp_avg_sq", "sum", "ax", "acc_delta", "prev")
-"""Entries of torch's optimizers that have the shape of their parameter."""
+"""Entries of torch's optimizer states that have the shape of their parameter."""
 _BUFFERS = ("running_mean", "running_var")
 
 
-def named(state: Mapping[str, Any], model: Mapping[str, Stored]) -> dict[str, Any] | None:
-    """An ``optimizer.state_dict()`` with the model's names for its numbers; ``None`` when the parameters cannot be identified.
+def with_parameter_names(state: Mapping[str, Any], model: Mapping[str, Stored]) -> dict[str, Any] | None:
+    """Replace the numbers of parameters in an ``optimizer.state_dict()`` by their names; ``None`` if the parameters cannot be identified.
 
-    They can if the groups have ``param_names``, or if there is only one choice of each group's parameters out of the model's
-    names, in order, that fits the shapes of the states. The groups are assumed to follow the model's order, as
-    ``module.parameters()`` does.
+    They can be if the groups have ``param_names``, or if the shapes of the states fit only one choice of names for each group. Groups are
+    assumed to list their parameters in the model's order, as ``module.parameters()`` does.
 
     Args:
-        model: the model's tensors in order; tied weights once.
+        model: the model's tensors in order, with one entry for tied weights.
     """
     groups = state["param_groups"]
     if all("param_names" in group for group in groups):
@@ -49,13 +48,14 @@ def named(state: Mapping[str, Any], model: Mapping[str, Stored]) -> dict[str, An
 
 
 def _shape(entry: Any) -> tuple[int, ...] | None:
+    """The shape of the parameter that an optimizer's state belongs to; ``None`` if the state does not show it."""
     if not isinstance(entry, Mapping):
         return None
     return next((tuple(entry[name].shape) for name in _LIKE_THE_PARAMETER if isinstance(entry.get(name), Tensor)), None)
 
 
 def _only_order(shapes: Sequence[tuple[int, ...] | None], model: Mapping[str, Stored]) -> list[str]:
-    """The names for ``shapes`` (``None``: any), in the model's order, if there is one choice; else an empty list."""
+    """Choose a name of the model, in order, for each of ``shapes`` (``None`` fits any). Return an empty list unless exactly one choice fits."""
     names = list(model)
 
     def first_fit(shapes: Sequence[tuple[int, ...] | None], names: Sequence[str]) -> list[str]:
@@ -67,12 +67,12 @@ def _only_order(shapes: Sequence[tuple[int, ...] | None], model: Mapping[str, St
         ]
 
     forward, backward = first_fit(shapes, names), first_fit(shapes[::-1], names[::-1])[::-1]
-    # The earliest and the latest choice are the same: there is only one.
+    # If the earliest and the latest possible choice are equal, there is no other.
     return forward if forward == backward and len(forward) == len(shapes) else []
 
 
 def nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
-    """The tree with leaves at the given paths; keys 0, 1, ... make a list."""
+    """Build the tree that has these leaves at these paths; a node with the keys 0, 1, ... becomes a list."""
     if () in values:
         return values[()]
     inner: dict[Any, dict[tuple[Any, ...], Any]] = {}

@@ -1,10 +1,10 @@
-"""Weights and states in other libraries' files, read without trusting them.
+"""Reads weights and states from other libraries' files without trusting the files.
 
-A pickle can name any function to be called while it is read. Here it is read by ``torch.load(weights_only=True)``, and the
-index of a ``torch.distributed.checkpoint`` directory by an unpickler that knows only inert stand-ins for the classes of such an index.
+Unpickling can call any function that the pickle names. Pickles are therefore read with ``torch.load(weights_only=True)``, and the index of a
+``torch.distributed.checkpoint`` directory with an unpickler that only knows inert stand-ins for the classes of such an index.
 
-A small pickle can also stand for more values than any machine can visit: lists that hold one list many times, which holds another many times.
-What is read is therefore measured, each object once, before anything walks through it.
+A small pickle can also expand to more values than any machine can visit: a list that contains the same list many times, which contains another one
+many times. The expanded size is therefore computed, visiting each object once, before anything walks through the values.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def load_pickle(file: Any, where: object, mmap: bool = False) -> Any:
     """Load a ``torch.save`` file that contains only tensors and plain values.
 
     Raises:
-        ValueError: it contains anything else; the message names it.
-        DamagedCheckpoint: it cannot be read, or stands for more than it holds (:func:`check_bounds`).
+        ValueError: the file contains anything else; the message names it.
+        DamagedCheckpoint: the file cannot be read, or expands to far more values than it contains (:func:`check_bounds`).
     """
     try:
         check_pickles(where, file)
@@ -90,8 +90,8 @@ class DistributedFiles:
     """A ``torch.distributed.checkpoint`` directory: ``.distcp`` files and a pickled index.
 
     Raises:
-        ValueError: the index names a class that such an index does not contain.
-        DamagedCheckpoint: it cannot be read, or parts are missing.
+        ValueError: the index contains an unexpected class.
+        DamagedCheckpoint: the index cannot be read, or parts are missing.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -105,12 +105,13 @@ class DistributedFiles:
             ) from error
 
     def _read_index(self, index: Any) -> None:
+        """Take over the names, shapes and file positions of all entries."""
         self.paths: dict[str, tuple[str | int, ...]] = {}
-        """The path of each name in the saved tree."""
+        """Name of an entry -> its path in the saved tree."""
         self.stored: dict[str, Stored] = {}
         self.values: list[str] = []
         """Names of the entries that are not tensors."""
-        self._places = {
+        self._positions = {
             (str(key.fqn), tuple(getattr(key, "offset", None) or ())): (
                 str(at.relative_path),
                 int(at.offset),
@@ -155,11 +156,12 @@ class DistributedFiles:
         return self._load(name, ())
 
     def _load(self, name: str, offsets: tuple[int, ...]) -> Any:
-        if (name, offsets) not in self._places:
+        """Load the part of the entry ``name`` that starts at ``offsets``."""
+        if (name, offsets) not in self._positions:
             raise DamagedCheckpoint(
                 f"{self.directory}: the index does not say where {name!r} at {list(offsets)} is, or it is transformed"
             )
-        relative, low, length = self._places[name, offsets]
+        relative, low, length = self._positions[name, offsets]
         path = inside(self.directory, relative)
         if low < 0 or length < 0 or not path.is_file() or low + length > path.stat().st_size:
             raise DamagedCheckpoint(f"{self.directory}: {relative} is missing or too short for {name!r}")
@@ -169,12 +171,12 @@ class DistributedFiles:
 
 
 class _StandIn:
-    """Stands in for a class of torch.distributed.checkpoint: has only what its pickle sets."""
+    """Base of the stand-ins for classes of torch.distributed.checkpoint: has only the attributes that the pickle sets."""
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
             self.__dict__.update({str(name): value for name, value in state.items()})
-        elif isinstance(state, tuple) and state:  # TensorProperties: its dtype comes first
+        elif isinstance(state, tuple) and state:  # the state of TensorProperties, whose first item is the dtype
             self.__dict__["dtype"] = state[0]
 
 
@@ -188,7 +190,7 @@ _CLASSES = frozenset(
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     )
 )
-_PLAIN = {
+_HARMLESS = {
     ("torch.serialization", "_get_layout"): lambda *_: None,
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): lambda *_: None,
     ("builtins", "getattr"): lambda *_: None,  # Python 3.11.0 to 3.11.3 pickle members of enumerations by it
@@ -204,46 +206,46 @@ _PLAIN = {
 
 
 class _Index(pickle.Unpickler):
-    """Knows the classes of an index, as stand-ins; they are created for each file, so that one file cannot change another's."""
+    """Unpickles an index with stand-ins for its classes. Each file gets its own stand-ins, so that no file can modify another's."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
-        self._made: dict[tuple[str, str], Any] = {}
+        self._stand_ins: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
-            return self._made.setdefault((module, name), type(name, (_StandIn,), {}))
-        if (module, name) in _PLAIN:
-            return _PLAIN[module, name]
+            return self._stand_ins.setdefault((module, name), type(name, (_StandIn,), {}))
+        if (module, name) in _HARMLESS:
+            return _HARMLESS[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise _Foreign(f"{module}.{name}")
+        raise _ForbiddenClass(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
         raise pickle.UnpicklingError("the index refers to persistent data outside itself")
 
 
-class _Foreign(Exception):
-    """A class that an index does not contain."""
+class _ForbiddenClass(Exception):
+    """The index contains a class that is not allowed in one."""
 
 
 _FACTOR, _FREE = 16, 1_000_000
-"""A file may stand for ``_FACTOR`` times the values that it holds, plus ``_FREE``."""
+"""A file may expand to at most ``_FACTOR`` times the values that it contains, plus ``_FREE``."""
 _LARGE = 1 << 26
-"""The largest number in a pickle with a ``bytearray``: a larger one may be its size in bytes."""
+"""The largest number allowed in a pickle with a ``bytearray``, because it may be the array's size in bytes."""
 _DEEPEST = 200
-"""The maximum depth of values inside values: a deeper tree cannot be written as JSON."""
+"""The maximum nesting depth; a deeper tree cannot be written as JSON."""
 
 
 def check_bounds(where: object, tree: Any) -> None:
-    """Check that a tree can be walked through: that objects which occur in it often do not multiply, and that it is not nested too deeply.
+    """Check that it is feasible to walk through a tree.
 
     Raises:
-        DamagedCheckpoint: it has too many values where each is counted as often as it occurs, is nested too deeply or in itself, or a tensor has
-            many times the elements of its memory.
+        DamagedCheckpoint: the tree has too many values (an object counts as often as it occurs), is nested too deeply or contains itself, or a
+            tensor has many times the elements that its memory holds.
     """
     sizes: dict[int, tuple[int, int]] = {}  # values in each container, and how deep they are nested
-    open_ones: set[int] = set()
+    open_nodes: set[int] = set()
     count, pending = 0, [tree]
     while pending:
         node = pending[-1]
@@ -251,8 +253,8 @@ def check_bounds(where: object, tree: Any) -> None:
         if id(node) in sizes or inner is None:
             _check_tensor(where, node)
             pending.pop()
-        elif id(node) in open_ones:
-            open_ones.discard(id(node))
+        elif id(node) in open_nodes:
+            open_nodes.discard(id(node))
             pending.pop()
             measured = [sizes.get(id(value), (1, 0)) for value in inner]
             sizes[id(node)] = (
@@ -264,9 +266,9 @@ def check_bounds(where: object, tree: Any) -> None:
                     f"{where} is nested more than {_DEEPEST} levels deep, and cannot be a checkpoint"
                 )
         else:
-            open_ones.add(id(node))
+            open_nodes.add(id(node))
             count += len(inner)
-            if any(id(value) in open_ones for value in inner):
+            if any(id(value) in open_nodes for value in inner):
                 raise DamagedCheckpoint(f"{where} has a value that holds itself, and cannot be a checkpoint")
             pending += [value for value in inner if id(value) not in sizes]
     if sizes.get(id(tree), (0, 0))[0] > _FREE + _FACTOR * count:
@@ -277,7 +279,7 @@ def check_bounds(where: object, tree: Any) -> None:
 
 
 def _inner(node: Any) -> list[Any] | None:
-    """The values in a container; ``None`` for any other value."""
+    """The values in a container; ``None`` if ``node`` is not a container."""
     if isinstance(node, Mapping):
         return [*node.keys(), *node.values()]
     if isinstance(node, (list, tuple, set, frozenset)):
@@ -295,38 +297,38 @@ def _check_tensor(where: object, value: Any) -> None:
             )
 
 
-_SIZED = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"))
+_MEMO_OPERATIONS = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"))
 
 
-def _check_sizes(content: bytes) -> None:
-    """Parse a pickle without executing it: sizes and indices beyond the file would allocate memory for nothing.
+def _check_memo_indices(content: bytes) -> None:
+    """Parse a pickle without executing it, and check its memo indices: one far beyond the file's size would allocate memory for nothing.
 
     Raises:
-        ValueError: it is not a pickle, or has such an entry.
+        ValueError: it is not a pickle, or has such an index.
     """
     for operation, argument, _ in pickletools.genops(content):
-        if operation.name in _SIZED and int(argument or 0) > len(content):
+        if operation.name in _MEMO_OPERATIONS and int(argument or 0) > len(content):
             raise ValueError(f"{operation.name} {argument} in {len(content)} bytes")
 
 
 def check_pickles(where: object, file: Any) -> None:
-    """Check a file of ``torch.save`` before it is loaded: nothing in it is compressed, and its tuples do not multiply.
+    """Check a file of ``torch.save`` before it is loaded.
 
     Args:
-        file: a path, or an open file, which is at its start afterwards. What is not such a file passes.
+        file: a path, or an open file, which is rewound afterwards. A file of another kind passes.
 
     Raises:
-        DamagedCheckpoint: an entry is compressed, or tuples stand for too many values: a dict would compute their hashes.
+        DamagedCheckpoint: an entry is compressed, or tuples expand to too many values, which hashing them as keys of a dict would visit.
     """
     if isinstance(file, (str, os.PathLike)):
         with os.fdopen(open_file(Path(file)), "rb") as opened:
             check_pickles(where, opened)
         return
     try:
-        is_archive = file.read(4) == b"PK\3\4"  # as torch decides it
+        is_archive = file.read(4) == b"PK\3\4"  # the test that torch uses
         file.seek(0)
         if not is_archive:
-            for _ in range(4):  # a number, the version, the system, the object
+            for _ in range(4):  # the old format: four pickles (magic number, protocol version, system info, the object)
                 _check_tuples(where, file)
             return
         with zipfile.ZipFile(file) as archive:
@@ -338,22 +340,22 @@ def check_pickles(where: object, file: Any) -> None:
                         _check_tuples(where, io.BytesIO(inner.read()))
     except DamagedCheckpoint:
         raise
-    except Exception:  # torch.load says what is wrong with it
+    except Exception:  # torch.load will report what is wrong with the file
         return
     finally:
         file.seek(0)
 
 
-_GROWS = frozenset(("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"))
+_EXTENDS = frozenset(("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"))
 
 
 def _check_tuples(where: object, file: Any) -> None:
-    """Follow one pickle's stack without executing it, and count values as often as they are used: a tuple's hash visits all of them.
+    """Simulate one pickle's stack without executing it, and count each value as often as it is used, as a tuple's hash visits it.
 
     Raises:
-        DamagedCheckpoint: they are many times those that the pickle holds, or it may make a large ``bytearray`` of a number.
+        DamagedCheckpoint: the count is many times the number of values in the pickle, or the pickle may create a large ``bytearray`` from a number.
     """
-    stack: list[list[int] | None] = []  # the number of values of each; None for a mark
+    stack: list[list[int] | None] = []  # the number of values in each item; None for a mark
     memo: dict[int, list[int]] = {}
     used, largest, has_bytes = 0, 0, False
     for count, (operation, argument, _) in enumerate(pickletools.genops(file)):
@@ -378,7 +380,7 @@ def _check_tuples(where: object, file: Any) -> None:
                 if kind is not pickletools.stackslice and stack:
                     operands.append(stack.pop())
             size = 1 + sum(value[0] for value in operands if value is not None)
-            if name in _GROWS and operands and operands[-1] is not None:
+            if name in _EXTENDS and operands and operands[-1] is not None:
                 operands[-1][0] = size
                 stack.append(operands[-1])
                 continue
@@ -394,15 +396,16 @@ def _check_tuples(where: object, file: Any) -> None:
 
 
 def _unpickled(path: Path) -> Any:
+    """Read a pickled index safely; errors are those of :class:`DistributedFiles`."""
     try:
         with os.fdopen(open_file(path), "rb") as file:
             content = file.read()
-        _check_sizes(content)
+        _check_memo_indices(content)
         _check_tuples(path, io.BytesIO(content))
         index = _Index(io.BytesIO(content)).load()
         check_bounds(path, index)
         return index
-    except _Foreign as error:
+    except _ForbiddenClass as error:
         raise ValueError(
             f"{path} holds {terminal_text(error)}, which a checkpoint's index does not contain: it is not read"
         ) from error

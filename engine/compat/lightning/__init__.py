@@ -1,1 +1,1 @@
-"""Lightning: its names over this library, and its objects, files and settings. ``engine.interop.lightning`` is what users import."""
+"""Lightning's names implemented with this library, and adapters for its objects, files and settings. Users import ``engine.interop.lightning``."""

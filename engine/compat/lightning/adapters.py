@@ -1,4 +1,4 @@
-"""Objects of the installed Lightning as this library's. ``Fit`` finds :func:`adapt` by the entry-point group ``engine.adapters``."""
+"""Adapts objects of the installed Lightning to this library. ``Fit`` finds :func:`adapt` through the entry-point group ``engine.adapters``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from engine.callback import Callback
-from engine.compat.lightning.callback import adapted_class, lightnings
+from engine.compat.lightning.callback import adapted_class, lightning_base
 from engine.compat.lightning.events import WITH_STAGE, Adapter, with_stage
 from engine.compat.lightning.module import LightningDataModule, LightningModule, parts_that_log
 from engine.compat.lightning.names import BOUND
@@ -21,44 +21,44 @@ from engine.utils.log import logger
 from engine.utils.overrides import overridden
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_ASKED = (
+_NEEDING_TRAINER = (
     *("log", "optimizers", "lr_schedulers", "manual_backward", "clip_gradients", "all_gather", "print"),
     *("toggle_optimizer", "untoggle_optimizer"),
 )
-"""Methods of Lightning's modules that need its trainer. The others, such as ``log_dict``, call these."""
+"""Methods of Lightning's modules that need its trainer. Other such methods, for example ``log_dict``, call these."""
 _LINK = "engine.compat.lightning"
-"""The entry of a module's ``__dict__`` that holds its :class:`_Link`: no attribute of the user's can have this name."""
+"""The key of a module's :class:`_Link` in its ``__dict__``; it contains dots, so that no attribute of the user's collides with it."""
 _LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
-_OF_DATA = tuple(
+_DATA_METHODS = tuple(
     name
     for name, method in vars(DataModule).items()
     if callable(method) and name[0] != "_" and name not in ("attach", "save_hyperparameters", *_LOADERS)
 )
-"""Methods of a data module that a run calls as it finds them; it asks for loaders again each time."""
+"""Methods of a data module that are forwarded when it is adapted; the loader methods are looked up at each call instead."""
 
 
 def adapt(value: Any) -> Any:
-    """A module, data module or callback of Lightning's as this library's, which shares its weights and state; others are returned as they are.
+    """Wrap a module, data module or callback of the installed Lightning as one of this library, sharing its weights and state.
 
-    Parts that are not honoured are named in the log.
+    Return any other object unchanged. A warning names each overridden method that is never called.
 
     Raises:
-        NotImplementedError: a callback of Lightning's that works only under its own ``Trainer``.
+        NotImplementedError: a callback works only under Lightning's own ``Trainer``.
     """
     if isinstance(value, (Callback, DataModule, TrainModule)):
         return value
     kind: Any = type(value)
-    if lightnings(kind, "LightningModule"):
-        link = vars(value).get(_LINK) or _Link(_class_for(kind)(value))
+    if lightning_base(kind, "LightningModule"):
+        link = vars(value).get(_LINK) or _Link(_module_class_for(kind)(value))
         vars(value)[_LINK] = link
         link.adapter.refresh()
         return link.adapter
-    if lightnings(kind, "LightningDataModule"):
+    if lightning_base(kind, "LightningDataModule"):
         return _data_class_for(kind)(value)
-    if not lightnings(kind, "Callback"):
+    if not lightning_base(kind, "Callback"):
         return value
     if name := next(
-        (base.__name__ for base in kind.__mro__ if base.__name__ in BOUND and lightnings(base, base.__name__)), ""
+        (base.__name__ for base in kind.__mro__ if base.__name__ in BOUND and lightning_base(base, base.__name__)), ""
     ):
         raise NotImplementedError(
             f"{kind.__name__}: Lightning's {name} works only under Lightning's own Trainer: {BOUND[name]}"
@@ -67,7 +67,7 @@ def adapt(value: Any) -> Any:
 
 
 class AdaptedModule(LightningModule, Adapter):
-    """A module of Lightning's, ``original``, in a run here. Both have the same parameters, buffers and submodules, under the same names."""
+    """Lets a module of the installed Lightning, ``original``, take part in a run. Both have the same parameters, buffers and submodules."""
 
     def __init__(self, original: Any) -> None:
         self.__dict__["original"] = original
@@ -75,7 +75,7 @@ class AdaptedModule(LightningModule, Adapter):
         self.refresh()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A submodule or parameter of the user's may have the name of an attribute of ours.
+        # For our own attributes nn.Module.__setattr__ is bypassed: a user's submodule or parameter may have the same name.
         kind = object if name in vars(self) or hasattr(type(self), name) else nn.Module
         kind.__setattr__(self, name, value)
 
@@ -91,12 +91,12 @@ class AdaptedModule(LightningModule, Adapter):
     prepare_data_per_node = property(lambda self: self.original.prepare_data_per_node)
 
     def refresh(self) -> None:
-        """Take the module's :data:`_SHARED` attributes, hyperparameters and overrides as they are now, at the start of each run."""
+        """Take over the original's :data:`_SHARED` attributes, hyperparameters and overrides again, at the start of each run."""
         self.__dict__.update({name: vars(self.original)[name] for name in _SHARED})
         _take_hyperparameters(self)
-        base = lightnings(type(self.original), "LightningModule")
-        _serve(base)
-        self.forward_overrides(base, _called(base))
+        base = lightning_base(type(self.original), "LightningModule")
+        _redirect_to_run(base)
+        self.forward_overrides(base, _forwarded_methods(base))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.original(*args, **kwargs)
@@ -108,12 +108,12 @@ class AdaptedModule(LightningModule, Adapter):
     def attach(self, context: Any) -> None:
         super().attach(context)
         if context is not None:
-            for part in parts_that_log(self.original, lightnings(type(self.original), "LightningModule")):
+            for part in parts_that_log(self.original, lightning_base(type(self.original), "LightningModule")):
                 part._trainer, part._device = self.trainer, context.device
 
 
 class _Link:
-    """A module's reference to its adapter. A copy or a pickle of the module has ``None`` instead, and gets an adapter of its own."""
+    """A module's reference to its adapter. In a copy or a pickle of the module it becomes ``None``, so that the copy gets its own adapter."""
 
     def __init__(self, adapter: AdaptedModule) -> None:
         self.adapter = adapter
@@ -123,45 +123,47 @@ class _Link:
 
 
 @functools.cache
-def _called(base: Any) -> tuple[str, ...]:
-    """Methods of Lightning's module class that a run here calls."""
-    apart = (*vars(AdaptedModule), "load_from_checkpoint")
+def _forwarded_methods(base: Any) -> tuple[str, ...]:
+    """Names of the methods of Lightning's module class ``base`` that a run calls."""
+    excluded = (*vars(AdaptedModule), "load_from_checkpoint")
     return tuple(
         n
         for n in dir(base)
-        if n[0] != "_" and n not in apart and callable(getattr(base, n)) and hasattr(LightningModule, n)
+        if n[0] != "_" and n not in excluded and callable(getattr(base, n)) and hasattr(LightningModule, n)
     )
 
 
 @functools.cache
-def _serve(base: Any) -> None:
-    """Let the :data:`_ASKED` methods of Lightning's class ask our run where the module is in one: there the user's overrides, in classes above
-    and on objects, find them with ``super()``. Under Lightning's own trainer nothing changes."""
-    for name in _ASKED:
-        setattr(base, name, _serving(name, getattr(base, name)))
+def _redirect_to_run(base: Any) -> None:
+    """Redirect the :data:`_NEEDING_TRAINER` methods of Lightning's class ``base`` to our run while the module is in one. They are replaced in the
+    class, so that the user's overrides reach them with ``super()``. Under Lightning's own trainer nothing changes."""
+    for name in _NEEDING_TRAINER:
+        setattr(base, name, _redirected(name, getattr(base, name)))
 
 
-def _serving(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _redirected(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Lightning's ``method``, or in a run here our method of this ``name``."""
+
     @functools.wraps(method)
-    def served(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def redirected(self: Any, *args: Any, **kwargs: Any) -> Any:
         trainer = vars(self).get("_trainer")
         module = trainer.run.module if isinstance(trainer, TrainerView) else None
         if module is None:
             return method(self, *args, **kwargs)
         return getattr(LightningModule, name)(module, *args, **kwargs)
 
-    return served
+    return redirected
 
 
 class AdaptedDataModule(LightningDataModule, Adapter):
-    """A data module of Lightning's, ``original``, in a run here; the run asks it for each loader when it needs it."""
+    """Lets a data module of the installed Lightning, ``original``, take part in a run, which requests each loader when needed."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
         super().__init__()
         _take_hyperparameters(self)
         self.prepare_data_per_node = original.prepare_data_per_node
-        self.forward_overrides(lightnings(type(original), "LightningDataModule"), _OF_DATA)
+        self.forward_overrides(lightning_base(type(original), "LightningDataModule"), _DATA_METHODS)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["original"], name) if "original" in vars(self) else super().__getattr__(name)
@@ -170,7 +172,7 @@ class AdaptedDataModule(LightningDataModule, Adapter):
         return with_stage(method) if name in WITH_STAGE else method
 
     def _overrides(self, name: str) -> bool:
-        return overridden(self.original, name, lightnings(type(self.original), "LightningDataModule"))
+        return overridden(self.original, name, lightning_base(type(self.original), "LightningDataModule"))
 
     def attach(self, run: Run | None) -> None:
         super().attach(run)
@@ -197,14 +199,14 @@ def _take_hyperparameters(adapter: AdaptedModule | AdaptedDataModule) -> None:
 
 @functools.cache
 def _data_class_for(kind: Any) -> type[AdaptedDataModule]:
-    """The class that stands for data modules of ``kind``: messages have its name."""
-    return AdaptedDataModule.standing_for(kind)
+    """The adapter class for data modules of class ``kind``; it has that class's name, for messages."""
+    return AdaptedDataModule.subclass_for(kind)
 
 
 @functools.cache
-def _class_for(kind: Any) -> type[AdaptedModule]:
-    """The class that stands for modules of ``kind``: messages have its name. Overrides that are not honoured are named in the log."""
-    base = lightnings(kind, "LightningModule")
+def _module_class_for(kind: Any) -> type[AdaptedModule]:
+    """The adapter class for modules of class ``kind``, with that class's name for messages. A warning names overrides that are never called."""
+    base = lightning_base(kind, "LightningModule")
     changed = {name for name in dir(base) if getattr(kind, name) is not getattr(base, name)}
     for name in sorted(changed):
         if name[0] != "_" and callable(getattr(kind, name)) and not hasattr(LightningModule, name):
@@ -212,4 +214,4 @@ def _class_for(kind: Any) -> type[AdaptedModule]:
     if changed & {"on_save_checkpoint", "on_load_checkpoint"}:
         message = "%s: on_save_checkpoint and on_load_checkpoint get a dict of their own entries, without weights and counters"
         logger.warning(message, kind.__name__)
-    return AdaptedModule.standing_for(kind)
+    return AdaptedModule.subclass_for(kind)

@@ -1,6 +1,6 @@
-"""Arguments of Lightning's classes and calls that ours do not have: the setting of the same meaning, or what to do instead.
+"""Arguments of Lightning's classes and methods that ours lack: the setting with the same meaning, or what to do instead.
 
-Names that are no arguments are in :mod:`engine.compat.lightning.names`.
+Names other than arguments are in :mod:`engine.compat.lightning.names`.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ TRAINER = {
     ),
     "model_registry": Argument(neutral=(None,), instead="use a callback with on_save_checkpoint"),
 }
-"""The arguments of ``Trainer``, in its order."""
+"""The arguments of ``Trainer``, in the order of its signature."""
 
 SETTINGS = {"gpus": "devices", "num_processes": "devices", "default_root_dir": "root_dir"}
-"""Arguments of ``Trainer``, today's and earlier ones, that are a setting under another name."""
+"""Arguments of ``Trainer``, current and earlier ones -> the name of the setting with the same meaning."""
 OTHERWISE = {
     **{name: argument.instead for name, argument in TRAINER.items() if argument.instead},
     "replace_sampler_ddp": TRAINER["use_distributed_sampler"].instead,
@@ -103,7 +103,7 @@ OTHERWISE = {
         "resuming is an argument of run: fit.run(module, loader, resume='auto')",
     ),
 }
-"""Arguments of ``Trainer`` and its calls that are no setting -> what to do instead."""
+"""Arguments of ``Trainer`` and its methods without a setting -> what to do instead."""
 _NO_PICKLE = "nothing in a checkpoint is unpickled, so this is always true: leave it out"
 _EVALUATION = {
     "model": called("module"),
@@ -135,7 +135,7 @@ CALLS: dict[str, dict[str, str]] = {
     "Fit.validate": _EVALUATION,
     "Fit.test": _EVALUATION,
     "Fit.predict": _EVALUATION,
-    "TrainModule.log": {},  # all of them are ours; here for the nearest name of another one
+    "TrainModule.log": {},  # Lightning has no other arguments; the row lets errors about unknown ones suggest the nearest name
     "TrainModule.log_dict": {"metric_attribute": "torchmetrics objects are recognized: leave it out"},
     "Engine.__init__": {
         **dict.fromkeys(
@@ -149,14 +149,14 @@ CALLS: dict[str, dict[str, str]] = {
         "gradient_clip_val": "call engine.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step()",
     },
 }
-"""Arguments of the calls of ``Trainer``, ``LightningModule`` and ``Fabric``, by our call: what to do instead."""
+"""Our method -> arguments of its counterpart in ``Trainer``, ``LightningModule`` or ``Fabric`` that it lacks -> what to do instead."""
 
 _CONSOLE = Argument(
     neutral=(None,),
     instead="give a rich console: console=Console(...)",
     drop_in="give callbacks.RichProgressBar(console=...)",
 )
-_LINES = Argument(neutral=ANY, instead="each epoch's last line stays: leave it out")
+_LEAVE = Argument(neutral=ANY, instead="each epoch's last line stays: leave it out")
 _OWN_MEANING = Argument(neutral=ANY)
 _AVERAGES_DEVICE = Argument(neutral=(None,), instead="averages are on the device of the weights")
 CALLBACKS: dict[str, dict[str, Argument]] = {
@@ -200,13 +200,13 @@ CALLBACKS: dict[str, dict[str, Argument]] = {
     },
     "RichProgressBar": {
         "refresh_rate": _OWN_MEANING,
-        "leave": _LINES,
+        "leave": _LEAVE,
         **dict.fromkeys(("theme", "console_kwargs"), _CONSOLE),
     },
     "TQDMProgressBar": {
         "refresh_rate": _OWN_MEANING,
         "process_position": Argument(neutral=ANY, instead="bars of others scroll above it: leave it out"),
-        "leave": _LINES,
+        "leave": _LEAVE,
     },
     "PyTorchProfiler": {
         "filename": Argument(neutral=(None,), instead="traces are named by rank and step in dirpath"),
@@ -218,16 +218,16 @@ CALLBACKS: dict[str, dict[str, Argument]] = {
         "table_kwargs": Argument(neutral=(None,), instead="give sort_by and row_limit"),
     },
 }
-"""Arguments of callbacks and profilers, by Lightning's class; ``save_best_only`` is Keras's."""
+"""Lightning's callback or profiler class -> its arguments that ours lack. (``save_best_only`` is an argument of Keras.)"""
 _FOLDER = Argument(setting="dir")
 _PREFIX = Argument(neutral=("",), instead="put it into the names that you log")
-_SAVED = (
+_LOG_CHECKPOINTS = (
     "log checkpoints in a callback's on_checkpoint_saved(run, module, path, score): module.log_artifact(name, path)"
 )
-_SAVED_HERE = "log checkpoints in on_checkpoint_saved with self.log_artifact(name, path)"
+_LOG_CHECKPOINTS_DROP_IN = "log checkpoints in on_checkpoint_saved with self.log_artifact(name, path)"
 _CHECKPOINTS = {
-    "log_model": Argument(neutral=(False,), instead=_SAVED, drop_in=_SAVED_HERE),
-    "checkpoint_name": Argument(instead=_SAVED),
+    "log_model": Argument(neutral=(False,), instead=_LOG_CHECKPOINTS, drop_in=_LOG_CHECKPOINTS_DROP_IN),
+    "checkpoint_name": Argument(instead=_LOG_CHECKPOINTS),
 }
 _OWN_FOLDER = Argument(instead="each run has its own folder in dir: leave it out")
 LOGGERS: dict[str, dict[str, Argument]] = {
@@ -258,10 +258,10 @@ LOGGERS: dict[str, dict[str, Argument]] = {
     },
     "WandbLogger": {
         "id": Argument(neutral=(None,), drop_in="a resumed run continues by itself"),
-        "log_model": Argument(neutral=(False,), drop_in=_SAVED_HERE),
+        "log_model": Argument(neutral=(False,), drop_in=_LOG_CHECKPOINTS_DROP_IN),
         "experiment": Argument(neutral=(None,), drop_in="the logger makes the run: use logger.experiment"),
         "prefix": replace(_PREFIX, instead="", drop_in=_PREFIX.instead),
-        "checkpoint_name": Argument(neutral=(None,), drop_in=_SAVED_HERE),
+        "checkpoint_name": Argument(neutral=(None,), drop_in=_LOG_CHECKPOINTS_DROP_IN),
         "add_file_policy": Argument(neutral=("mutable",), drop_in="log files with self.log_artifact(name, path)"),
     },
     "MLFlowLogger": {
@@ -278,23 +278,23 @@ LOGGERS: dict[str, dict[str, Argument]] = {
         "synchronous": Argument(neutral=ANY, instead="values are always sent by a thread: leave it out"),
     },
 }
-"""Arguments of loggers, by Lightning's class. Ours of W&B passes all others on, so that it has no errors about them."""
-_OF_TRAINER = {
+"""Lightning's logger class -> its arguments that ours lack. Our W&B logger passes unknown arguments on to ``wandb``, without an error."""
+_TRAINER_ARGUMENTS = {
     "accelerator": Argument(neutral=(None,), instead="Trainer(accelerator=...)"),
     "checkpoint_io": Argument(neutral=(None,), instead="checkpoints have one format"),
     "precision_plugin": Argument(neutral=(None,), instead="Trainer(precision='bf16-mixed')"),
 }
-_OF_PROCESSES = {
+_PROCESS_ARGUMENTS = {
     "parallel_devices": Argument(neutral=(None,), instead="Trainer(devices=...)"),
     "cluster_environment": Argument(neutral=(None,), instead="processes are detected from the environment (fit env)"),
-    "mixed_precision": _OF_TRAINER["precision_plugin"],
+    "mixed_precision": _TRAINER_ARGUMENTS["precision_plugin"],
     "process_group_backend": Argument(neutral=(None,), instead="the device decides"),
     "timeout": Argument(neutral=(timedelta(minutes=30),), instead="engine.Fit(start_timeout=..., timeout=...)"),
 }
 STRATEGIES: dict[str, dict[str, Argument]] = {
     "DDPStrategy": {
-        **_OF_TRAINER,
-        **_OF_PROCESSES,
+        **_TRAINER_ARGUMENTS,
+        **_PROCESS_ARGUMENTS,
         **dict.fromkeys(
             ("ddp_comm_state", "ddp_comm_wrapper"),
             Argument(neutral=(None,), instead="engine.DDP(comm_hook='powersgd', ...)"),
@@ -303,27 +303,31 @@ STRATEGIES: dict[str, dict[str, Argument]] = {
         "start_method": Argument(neutral=ANY),
     },
     "FSDPStrategy": {
-        **_OF_TRAINER,
-        **_OF_PROCESSES,
+        **_TRAINER_ARGUMENTS,
+        **_PROCESS_ARGUMENTS,
         **dict.fromkeys(
             ("activation_checkpointing", "activation_checkpointing_policy"),
             Argument(neutral=(None,), instead="engine.Fit(activation_checkpointing='full')"),
         ),
         "state_dict_type": Argument(neutral=ANY),  # sharded on disk, loaded anywhere
     },
-    "SingleDeviceStrategy": {**_OF_TRAINER, "device": Argument(neutral=ANY)},
+    "SingleDeviceStrategy": {**_TRAINER_ARGUMENTS, "device": Argument(neutral=ANY)},
 }
-"""Arguments of strategies, by Lightning's class."""
+"""Lightning's strategy class -> its arguments that ours lack."""
 _UNUSED = {"name": "ddp", "find_unused_parameters": True}
 _DDP = {"": "ddp", "_find_unused_parameters_true": _UNUSED, "_find_unused_parameters_false": "ddp"}
 STRATEGY_NAMES: dict[str, Any] = {
-    **{f"ddp{way}{end}": setting for way in ("", "_spawn", "_fork", "_notebook") for end, setting in _DDP.items()},
+    **{
+        f"ddp{start_method}{end}": setting
+        for start_method in ("", "_spawn", "_fork", "_notebook")
+        for end, setting in _DDP.items()
+    },
     **{name: name for name in ("auto", "fsdp", *(f"deepspeed_stage_{n}" for n in (1, 2, 3, "2_offload", "3_offload")))},
     "single_device": "single",
     "fsdp_cpu_offload": {"name": "fsdp", "cpu_offload": True},
     "deepspeed": "deepspeed_stage_2",
 }
-"""Lightning's names of strategies, and the setting of ``Fit``. How processes start is the launcher's, so ``ddp_spawn`` is ``ddp``."""
+"""Lightning's name of a strategy -> the value of ``Fit``'s setting. ``ddp_spawn`` equals ``ddp``, because the launcher starts the processes."""
 
 OURS = {
     "EMAWeightAveraging": "EMA",
@@ -331,7 +335,7 @@ OURS = {
     "PyTorchProfiler": "Profiler",
     "StochasticWeightAveraging": "SWA",
 }
-"""Classes of Lightning that have another name among our callbacks."""
+"""Lightning's classes -> our callbacks that have another name."""
 CALLS |= {
     f"{OURS.get(name, name)}.__init__": answers
     for name, arguments in (CALLBACKS | LOGGERS).items()

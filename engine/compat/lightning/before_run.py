@@ -1,4 +1,4 @@
-"""The run's place in ``Trainer`` before its first run: facts that are known then, in the places where a run has them."""
+"""Placeholder for the run in a ``Trainer`` that has not started one: has the facts that are known already, under the attributes of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.step.precision import Precision
 
 @dataclass(frozen=True)
 class MachinesBeforeRun:
-    """The processes and machines that the settings ask for."""
+    """The numbers of processes and machines that the settings ask for."""
 
     local_world_size: int
     num_nodes: int
@@ -26,20 +26,20 @@ class MachinesBeforeRun:
 
 @dataclass(frozen=True)
 class GroupBeforeRun:
-    """Stands for a run's process group."""
+    """Placeholder for a run's process group."""
 
     environment: MachinesBeforeRun
 
 
-class _Early:
-    """Base of objects before a run: attributes that only a run has are errors that say so."""
+class _NotStarted:
+    """Base of the placeholders: attributes that only a run has raise an error that says so."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"no run has started: {name} is not known yet")
 
 
-class EngineBeforeRun(_Early):
-    """Stands for a run's engine: the devices and the precision."""
+class EngineBeforeRun(_NotStarted):
+    """Placeholder for a run's engine, with the devices, the ranks and the precision."""
 
     def __init__(self, settings: Settings, environment: Environment) -> None:
         devices = AcceleratorConnector(settings.accelerator, settings.devices)._parallel_devices
@@ -50,8 +50,8 @@ class EngineBeforeRun(_Early):
         self.num_processes, self.is_main_process = environment.world_size, environment.rank == 0
 
 
-class BeforeRun(_Early):
-    """Stands for the run in :class:`engine.compat.lightning.trainer_view.TrainerView`."""
+class BeforeRun(_NotStarted):
+    """Placeholder for the run in :class:`engine.compat.lightning.trainer_view.TrainerView`."""
 
     epoch = step = 0
     validated_step = -1
@@ -70,10 +70,10 @@ class BeforeRun(_Early):
         self.is_main_process = self.rank == 0
 
     def set_limit(self, name: str, value: int | None) -> None:
-        """Let the training end at ``value``, the limit of this ``name``; see :meth:`engine.Run.set_limit`."""
+        """Set the limit ``name`` (``"max_epochs"`` or ``"max_steps"``) of the training to ``value``; see :meth:`engine.Run.set_limit`."""
         setattr(self, name, value)
 
     @cached_property
     def engine(self) -> EngineBeforeRun:
-        """The engine's place, created at its first use, because a device that is not here is an error."""
+        """The placeholder for the engine; created at its first use, because asking for a missing device raises an error."""
         return EngineBeforeRun(self.settings, self._environment)

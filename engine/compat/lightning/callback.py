@@ -1,4 +1,4 @@
-"""Callbacks with Lightning's signature, ``(trainer, pl_module, ...)``, as callbacks of :class:`engine.Fit`."""
+"""Lets callbacks with Lightning's signature, ``(trainer, pl_module, ...)``, work in :class:`engine.Fit`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from types import FunctionType
 from typing import Any
 
 from engine.callback import Callback as OwnCallback
-from engine.compat.lightning.events import CALLED, EVENTS, Adapter, is_lightnings, lightning_arguments, run_of
+from engine.compat.lightning.events import CALLED, EVENTS, Adapter, is_lightning_class, lightning_arguments, run_of
 from engine.loop.method_arguments import accepting
 
 
 class Callback(OwnCallback):
-    """Subclass it as Lightning's: its events get ``(trainer, pl_module, ...)``, here and in a plain :class:`engine.Fit`.
+    """The base class of callbacks whose events take ``(trainer, pl_module, ...)``, under ``Trainer`` and :class:`engine.Fit`.
 
-    A class that also inherits from a callback of this library may override that one's events, with Lightning's signature.
+    A subclass that also inherits from a callback of this library may override the callback's events, with Lightning's signature.
     """
 
     idle = False
-    """Whether the trainer leaves the callback out, because it was asked to do nothing."""
+    """Whether the callback's arguments leave it nothing to do, so that ``Trainer`` does not pass it on to the run."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -44,9 +44,9 @@ def _translates(method: Any) -> bool:
 
 
 def _with_trainer(event: str, method: Callable[..., Any], bound: bool = False) -> Callable[..., Any]:
-    """An event with Lightning's signature, which a run calls, or a subclass. What it returns has no meaning there.
+    """Wrap a method with Lightning's signature so that a run can call it; a subclass may call it with a trainer. Its return value is dropped.
 
-    ``bound``: the method does not take the callback first.
+    ``bound``: the method is bound: it does not take the callback as its first argument.
     """
 
     @functools.wraps(method)
@@ -60,7 +60,7 @@ def _with_trainer(event: str, method: Callable[..., Any], bound: bool = False) -
 
 
 def _function(method: Any) -> Callable[..., Any]:
-    """A static or class method, or another attribute that can be called on an object, as a function that takes the object first."""
+    """Turn a static method, a class method or another callable attribute into a function that takes the object as its first argument."""
     if isinstance(method, FunctionType):
         return method
 
@@ -71,14 +71,14 @@ def _function(method: Any) -> Callable[..., Any]:
         return bound(self)(*args, **kwargs)
 
     if not isinstance(method, property):
-        takes = inspect.signature(bound(object()))
+        visible = inspect.signature(bound(object()))
         receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        call.__signature__ = takes.replace(parameters=[receiver, *takes.parameters.values()])  # type: ignore[attr-defined]
+        call.__signature__ = visible.replace(parameters=[receiver, *visible.parameters.values()])  # type: ignore[attr-defined]
     return call
 
 
 def _with_run(method: Callable[..., Any]) -> Callable[..., Any]:
-    """An event of this library's callbacks, which a subclass may call with its trainer."""
+    """Wrap an event of one of this library's callbacks, so that a subclass may call it with its trainer in place of the run."""
 
     @functools.wraps(method)
     def event(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,10 +89,10 @@ def _with_run(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def listener(owner: OwnCallback, event: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``function`` with Lightning's signature as a hook of the callback ``owner``.
+    """Wrap ``function``, which has Lightning's signature, as the method ``event`` of the callback ``owner``.
 
     Raises:
-        TypeError: it takes other arguments.
+        TypeError: ``function`` takes other arguments.
     """
     if event in EVENTS:
         function = accepting(function, owner, event, OwnCallback, ("trainer", "pl_module"))
@@ -101,11 +101,11 @@ def listener(owner: OwnCallback, event: str, function: Callable[..., Any]) -> Ca
 
 
 class AdaptedCallback(OwnCallback, Adapter):
-    """A callback of the installed Lightning, ``original``, as one of :class:`engine.Fit`; its trainer is ``run.trainer``."""
+    """Lets a callback of the installed Lightning, ``original``, work in :class:`engine.Fit`; its trainer is ``run.trainer``."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
-        self.forward_overrides(lightnings(type(original), "Callback"), (*EVENTS, "state_dict", "load_state_dict"))
+        self.forward_overrides(lightning_base(type(original), "Callback"), (*EVENTS, "state_dict", "load_state_dict"))
 
     def translated(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         return listener(self, name, method) if name in EVENTS else method
@@ -120,16 +120,16 @@ _KINDS = {
     "EarlyStopping": ("is_early_stopping",),
     "ProgressBar": ("shows_progress",),
 }
-"""Lightning's classes of callbacks, with what they are here."""
+"""Lightning's callback classes -> the attributes that mark callbacks of this kind here."""
 
 
 @functools.cache
 def adapted_class(kind: Any) -> type[AdaptedCallback]:
-    """The class of the callbacks that stand for objects of ``kind``: a module's replace a trainer's of the same class."""
-    space = {name: True for base in _KINDS if lightnings(kind, base) for name in _KINDS[base]}
-    return AdaptedCallback.standing_for(kind, **space)
+    """The adapter class for callbacks of class ``kind``. A module's callbacks replace the trainer's of the same class."""
+    attributes = {name: True for base in _KINDS if lightning_base(kind, base) for name in _KINDS[base]}
+    return AdaptedCallback.subclass_for(kind, **attributes)
 
 
-def lightnings(kind: type, name: str) -> Any:
-    """The installed Lightning's class of this name among the bases of ``kind``; ``None``: there is none."""
-    return next((base for base in kind.__mro__ if base.__name__ == name and is_lightnings(base)), None)
+def lightning_base(kind: type, name: str) -> Any:
+    """The class of the installed Lightning with this ``name`` among the bases of ``kind``; ``None`` if there is none."""
+    return next((base for base in kind.__mro__ if base.__name__ == name and is_lightning_class(base)), None)

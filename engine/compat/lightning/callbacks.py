@@ -1,4 +1,4 @@
-"""Lightning's callbacks: this library's under its names and arguments. An argument without a counterpart is an error."""
+"""This library's callbacks under Lightning's names and arguments. An argument without a counterpart is an error."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Checkpoint(Callback):
 
 
 class ProgressBar(Callback):
-    """The base of progress bars. They are drawn by time, whatever ``refresh_rate`` is; 0 switches one off."""
+    """The base of progress bars. A bar is redrawn at fixed times, whatever ``refresh_rate`` is; 0 switches it off."""
 
 
 class LearningRateMonitor(Callback, own.LearningRateMonitor):
-    """Lightning's arguments of :class:`callbacks.LearningRateMonitor`."""
+    """:class:`callbacks.LearningRateMonitor` with Lightning\'s arguments."""
 
     @with_arguments_of(own.LearningRateMonitor, CALLBACKS)
     def __init__(
@@ -49,21 +49,21 @@ class LearningRateMonitor(Callback, own.LearningRateMonitor):
 
 
 class DeviceStatsMonitor(Callback, own.DeviceStatsMonitor):
-    """Lightning's arguments of :class:`callbacks.DeviceStatsMonitor`."""
+    """:class:`callbacks.DeviceStatsMonitor` with Lightning\'s arguments."""
 
     @with_arguments_of(own.DeviceStatsMonitor, CALLBACKS)
     def __init__(self, cpu_stats: bool | None = None) -> None: ...
 
 
 class WeightAveraging(Callback, own.WeightAveraging):
-    """Lightning's arguments of :class:`callbacks.WeightAveraging`."""
+    """:class:`callbacks.WeightAveraging` with Lightning\'s arguments."""
 
     @with_arguments_of(own.WeightAveraging, CALLBACKS)
     def __init__(self, device: Device = None, use_buffers: bool = True, **kwargs: Any) -> None: ...
 
 
 class EMAWeightAveraging(Callback, own.EMA):
-    """Lightning's arguments of :class:`callbacks.EMA`."""
+    """:class:`callbacks.EMA` with Lightning\'s arguments."""
 
     @with_arguments_of(own.EMA, CALLBACKS)
     def __init__(
@@ -73,7 +73,7 @@ class EMAWeightAveraging(Callback, own.EMA):
 
 
 class StochasticWeightAveraging(Callback, own.SWA):
-    """Lightning's arguments of :class:`callbacks.SWA`."""
+    """:class:`callbacks.SWA` with Lightning\'s arguments."""
 
     @with_arguments_of(own.SWA, CALLBACKS)
     def __init__(
@@ -85,7 +85,7 @@ class StochasticWeightAveraging(Callback, own.SWA):
 
 
 class BasePredictionWriter(Callback, own.BasePredictionWriter):
-    """Lightning's arguments of :class:`callbacks.BasePredictionWriter`."""
+    """:class:`callbacks.BasePredictionWriter` with Lightning\'s arguments."""
 
     @with_arguments_of(own.BasePredictionWriter, CALLBACKS)
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None: ...
@@ -96,7 +96,7 @@ class BaseFinetuning(Callback, own.BaseFinetuning):
 
 
 class BackboneFinetuning(Callback, own.BackboneFinetuning):
-    """Lightning's arguments of :class:`callbacks.BackboneFinetuning`."""
+    """:class:`callbacks.BackboneFinetuning` with Lightning\'s arguments."""
 
     @with_arguments_of(own.BackboneFinetuning, CALLBACKS)
     def __init__(
@@ -107,14 +107,14 @@ class BackboneFinetuning(Callback, own.BackboneFinetuning):
 
 
 class ModelSummary(Callback, own.ModelSummary):
-    """Lightning's arguments of :class:`callbacks.ModelSummary`."""
+    """:class:`callbacks.ModelSummary` with Lightning\'s arguments."""
 
     @with_arguments_of(own.ModelSummary, CALLBACKS, measure=False)
     def __init__(self, max_depth: int = 1) -> None: ...
 
 
 class RichProgressBar(ProgressBar, own.RichProgressBar):
-    """Lightning's arguments of :class:`callbacks.RichProgressBar`."""
+    """:class:`callbacks.RichProgressBar` with Lightning\'s arguments."""
 
     @with_arguments_of(own.RichProgressBar, CALLBACKS)
     def __init__(
@@ -124,7 +124,7 @@ class RichProgressBar(ProgressBar, own.RichProgressBar):
 
 
 class TQDMProgressBar(ProgressBar, own.TQDMProgressBar):
-    """Lightning's arguments of :class:`callbacks.TQDMProgressBar`."""
+    """:class:`callbacks.TQDMProgressBar` with Lightning\'s arguments."""
 
     @with_arguments_of(own.TQDMProgressBar, CALLBACKS)
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
@@ -132,7 +132,7 @@ class TQDMProgressBar(ProgressBar, own.TQDMProgressBar):
 
 
 class ServableModuleValidator(Callback, own.ServableModuleValidator):
-    """Lightning's arguments of :class:`callbacks.ServableModuleValidator`."""
+    """:class:`callbacks.ServableModuleValidator` with Lightning\'s arguments."""
 
     @with_arguments_of(own.ServableModuleValidator, CALLBACKS)
     def __init__(
@@ -142,7 +142,7 @@ class ServableModuleValidator(Callback, own.ServableModuleValidator):
 
 
 class SimpleProfiler(Callback, own.SimpleProfiler):
-    """Lightning's arguments of :class:`callbacks.SimpleProfiler`."""
+    """:class:`callbacks.SimpleProfiler` with Lightning\'s arguments."""
 
     @with_arguments_of(own.SimpleProfiler, CALLBACKS)
     def __init__(
@@ -168,13 +168,13 @@ __getattr__ = refusing("engine.compat.lightning.callbacks", CLASSES)
 
 
 class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
-    """Lightning's arguments of :class:`callbacks.ModelCheckpoint`. A checkpoint is complete, in a folder named as Lightning names its file."""
+    """:class:`callbacks.ModelCheckpoint` with Lightning\'s arguments. A checkpoint is complete, in a folder named as Lightning names its file."""
 
     FILE_EXTENSION = ".ckpt"
     pickles = False
-    """With ``ModelCheckpoint.pickles = True`` each checkpoint that is left at a training's end is also a file beside its folder: weights,
-    hyperparameters and counters in Lightning's form, without optimizers. The paths then are those of the files, for programs that ``torch.load``
-    them; a training continues from the folder."""
+    """With ``ModelCheckpoint.pickles = True``, each checkpoint that remains at the end of a training is also written as a file beside its folder:
+    weights, hyperparameters and counters in Lightning's format, without optimizers. ``best_model_path`` and the like then name the files, for
+    programs that ``torch.load`` them; resume from the folder."""
 
     @checking_arguments()
     def __init__(
@@ -184,7 +184,7 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         every_n_train_steps: int | None = None, train_time_interval: timedelta | None = None,
         every_n_epochs: int | None = None, save_on_train_epoch_end: bool | None = None, enable_version_counter: bool = True,
     ) -> None:  # fmt: skip
-        # Not when the class is defined: packages that define one are imported for other things, too.
+        # Not when the class is defined: packages that define such a subclass are also imported for other purposes.
         for name in OF_CHECKPOINTS:
             if hasattr(type(self), name):
                 raise TypeError(f"{type(self).__name__} defines {name}, which is not called: {OF_CHECKPOINTS[name]}")
@@ -194,19 +194,19 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         count = WholeNumber(0, NEVER, none="never")
         every_n_train_steps = count.normalized("ModelCheckpoint: every_n_train_steps", every_n_train_steps)
         every_n_epochs = count.normalized("ModelCheckpoint: every_n_epochs", every_n_epochs)
-        default = all(interval is None for interval in (every_n_train_steps, train_time_interval, every_n_epochs))
-        epochs = f"{1 if default else every_n_epochs} epochs" if default or every_n_epochs else None
+        is_default = all(interval is None for interval in (every_n_train_steps, train_time_interval, every_n_epochs))
+        epochs = f"{1 if is_default else every_n_epochs} epochs" if is_default or every_n_epochs else None
         every: list[Any] = [interval for interval in (every_n_train_steps, train_time_interval, epochs) if interval]
         if len(every) > 1:
             raise ValueError(f"ModelCheckpoint saves every {every[0]} and every {every[1]}: give one of them")
         name = "{epoch}-{step}" if filename is None else filename
         name = _FIELD.sub(r"\1={\1", name) if auto_insert_metric_name else name
         self.idle = not save_top_k and not save_last
-        self._names_last, self._trains_last = save_last, save_on_train_epoch_end
+        self._has_last_path, self._at_train_epoch_end = save_last, save_on_train_epoch_end
         self._files: dict[int, Path] = {}
         folder = Path(dirpath) if isinstance(dirpath, PathLike) else dirpath
         options = (monitor, mode, save_top_k, bool(save_last) or self.idle, None, folder, name + self.FILE_EXTENSION)
-        # Not asynchronous: a path is there when it is named.
+        # Not asynchronous, so that a path exists as soon as it is named.
         own.ModelCheckpoint.__init__(self, next(iter(every), None), *options, asynchronous=False)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -216,7 +216,7 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         own.ModelCheckpoint.setup(self, trainer.run, pl_module, stage)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._trains_last and self.monitor is not None and trainer.run.val_loaders:
+        if self._at_train_epoch_end and self.monitor is not None and trainer.run.val_loaders:
             reason = CALLBACKS["ModelCheckpoint"]["save_on_train_epoch_end"].with_validation
             raise ValueError(f"ModelCheckpoint(save_on_train_epoch_end=True): {reason}")
         own.ModelCheckpoint.on_train_start(self, trainer.run, pl_module)
@@ -237,25 +237,25 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of the ``save_top_k`` that are kept; empty while there are fewer."""
+        """The path of the worst of the ``save_top_k`` kept checkpoints; empty while there are fewer."""
         return next(reversed(self.best_k_models), "") if len(self.best_k_models) == self.save_top_k else ""
 
     @property
     def kth_value(self) -> torch.Tensor:
-        """Score of the checkpoint at :attr:`kth_best_model_path`; infinitely bad while there is none."""
+        """The score of the checkpoint at :attr:`kth_best_model_path`; infinitely bad if there is none."""
         score = self.best_k_models.get(self.kth_best_model_path)
         return torch.tensor(torch.inf if self.mode == "min" else -torch.inf) if score is None else score
 
     @property
     def last_model_path(self) -> str:
-        return super().last_model_path if self._names_last else ""
+        return super().last_model_path if self._has_last_path else ""
 
     def _path(self, step: int) -> str:
         return str(self._files.get(step) or super()._path(step))
 
 
 class EarlyStopping(Callback, own.EarlyStopping):
-    """Lightning's arguments of :class:`callbacks.EarlyStopping`."""
+    """:class:`callbacks.EarlyStopping` with Lightning\'s arguments."""
 
     @checking_arguments()
     def __init__(
@@ -266,17 +266,17 @@ class EarlyStopping(Callback, own.EarlyStopping):
     ) -> None:  # fmt: skip
         thresholds = check_finite, stopping_threshold, divergence_threshold
         own.EarlyStopping.__init__(self, monitor, abs(min_delta), patience, mode, *thresholds, strict)
-        self._trains_last = check_on_train_epoch_end
+        self._at_train_epoch_end = check_on_train_epoch_end
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._trains_last and trainer.run.val_loaders:
+        if self._at_train_epoch_end and trainer.run.val_loaders:
             reason = CALLBACKS["EarlyStopping"]["check_on_train_epoch_end"].with_validation
             raise ValueError(f"EarlyStopping(check_on_train_epoch_end=True): {reason}")
         own.EarlyStopping.on_train_start(self, trainer.run, pl_module)
 
 
 class GradientAccumulationScheduler(Callback):
-    """A schedule ``{first epoch: micro-batches}``, which ``Trainer`` gives to ``Fit(accumulate_grad_batches=...)``."""
+    """A schedule ``{first epoch: micro-batches}`` of accumulation windows; ``Trainer`` passes it to ``Fit(accumulate_grad_batches=...)``."""
 
     @checking_arguments()
     def __init__(self, scheduling: dict[int, int]) -> None:
@@ -292,7 +292,7 @@ class GradientAccumulationScheduler(Callback):
 
 
 class LambdaCallback(Callback):
-    """Functions as a callback: ``LambdaCallback(on_train_start=lambda trainer, pl_module: ...)``."""
+    """A callback made of functions: ``LambdaCallback(on_train_start=lambda trainer, pl_module: ...)``."""
 
     @checking_arguments()
     def __init__(self, **functions: Callable[..., Any] | None) -> None:

@@ -1,4 +1,4 @@
-"""Hooks of Lightning 1.x, which nothing calls: a class that defines one is refused before a run."""
+"""Refuses classes that define hooks of Lightning 1.x, which nothing calls, before a run starts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from engine.compat.lightning.names import REPLACED
 
 
 def refused_hook(name: str, function: Any) -> str:
-    """The hook to define instead of a method of this name; ``""`` if it is not a hook of an earlier version.
+    """Say what to define instead of the method ``name``; an empty string if it is not a hook of an earlier version.
 
-    ``on_epoch_start`` and ``on_epoch_end`` took no argument in a module, and two in a callback: with any other number, a class calls its own method.
+    ``on_epoch_start`` and ``on_epoch_end`` took no argument in a module and two in a callback; with any other number, the class calls it itself.
     """
     if name in ("on_epoch_start", "on_epoch_end"):
         parameters = [
@@ -25,7 +25,7 @@ def refused_hook(name: str, function: Any) -> str:
 
 
 def refuse_replaced(*owners: Any) -> None:
-    """Look for hooks that are never called, in a module and callbacks.
+    """Check a module and callbacks for hooks that are never called.
 
     Raises:
         TypeError: an owner defines one; the message says what to define instead.

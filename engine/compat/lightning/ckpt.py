@@ -1,5 +1,5 @@
-"""Checkpoints in Lightning's form, one pickled dict. Files that Lightning wrote are read wherever a checkpoint is expected, but only the tensors and
-plain values in them. Our checkpoints can be written in this form, for programs that ``torch.load`` a file.
+"""Checkpoints in Lightning's format, one pickled dict. Wherever a checkpoint is expected, a file that Lightning wrote can be given; only the tensors
+and plain values in it are read. Our checkpoints can be written in this format, for programs that ``torch.load`` a file.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from engine.compat.lightning.plugins import reader
 
 
 def is_pickle(path: Any) -> bool:
-    """Whether ``path`` is a file, but not one of this library's."""
+    """Whether ``path`` is a local file, but not a one-file checkpoint of this library."""
     return path is not None and "://" not in str(path) and Path(path).is_file() and not is_one_file(path)
 
 
 FILE = "{}.pt"
-"""The file beside a checkpoint's folder that ``ModelCheckpoint.pickles`` asks for."""
+"""Format of the name of the pickle that ``ModelCheckpoint.pickles`` writes beside a checkpoint folder."""
 
 
 def check_complete(path: Any) -> None:
-    """Refuse to train on from a file beside its checkpoint.
+    """Refuse to resume from a pickle that was written beside its checkpoint folder.
 
     Raises:
-        ValueError: the file at ``path`` has no optimizers; the message names the folder that has them.
+        ValueError: ``path`` is such a file, which lacks the optimizers; the message names the folder that has them.
     """
     folder = Path(str(path).removesuffix(FILE.format("")))
     if is_pickle(path) and str(folder) != str(path) and (folder / MANIFEST).is_file():
@@ -47,7 +47,11 @@ def check_complete(path: Any) -> None:
 
 @contextmanager
 def readable(path: Any, plugins: Any = None) -> Iterator[Any]:
-    """``path``, or a checkpoint converted from a file of Lightning's; ``ValueError``: that holds other objects than tensors and plain values."""
+    """Yield ``path``, or, if it is a file of Lightning's, a temporary checkpoint converted from it.
+
+    Raises:
+        ValueError: the file contains other objects than tensors and plain values.
+    """
     if not is_pickle(path):
         yield path
         return
@@ -58,7 +62,11 @@ def readable(path: Any, plugins: Any = None) -> Iterator[Any]:
 
 
 def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """A checkpoint as the dict that Lightning's files hold, whatever ``weights_only`` is; ``pickle.UnpicklingError``: one holds other objects."""
+    """Load a checkpoint as the dict that a file of Lightning's contains. ``weights_only`` has no effect.
+
+    Raises:
+        pickle.UnpicklingError: the file contains other objects than tensors and plain values.
+    """
     if is_pickle(path_or_url):
         with stable_name(path_or_url) as file:
             check_pickles(path_or_url, file)
@@ -68,12 +76,14 @@ def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None =
 
 
 def as_dict(path: str | Path, map_location: Any = None, weights: str | None = None) -> dict[str, Any]:
-    """The checkpoint at ``path``, or the newest one in it: ``state_dict`` on ``map_location`` (by default the CPU), ``epoch``, ``global_step``,
-    ``hyper_parameters`` and what ``on_save_checkpoint`` added. ``weights``: as in :func:`engine.checkpoint.export.export_checkpoint`.
+    """Read the checkpoint at ``path``, or the newest one in this folder, as a dict: ``state_dict`` on ``map_location`` (by default the CPU),
+    ``epoch``, ``global_step``, ``hyper_parameters`` and the entries that ``on_save_checkpoint`` added.
+
+    ``weights``: as in :func:`engine.checkpoint.export.export_checkpoint`.
 
     Raises:
-        FileNotFoundError, DamagedCheckpoint: there is none, or it is damaged.
-        ValueError: there are no such ``weights``.
+        FileNotFoundError, DamagedCheckpoint: there is no checkpoint, or it is damaged.
+        ValueError: the checkpoint has no such ``weights``.
     """
     with open_path(path, ("model", "state", *weights_folder(weights))) as checkpoint:
         source, shared, counters = (
@@ -94,7 +104,7 @@ def as_dict(path: str | Path, map_location: Any = None, weights: str | None = No
 
 
 def write_checkpoint(file: Path, path: str | Path, weights: str | None = None) -> None:
-    """Pickle the checkpoint at ``path`` into ``file``, see :func:`write`; ``weights``: as in :func:`as_dict`."""
+    """Write the checkpoint at ``path`` to ``file`` as one pickle; see :func:`write`. ``weights``: as in :func:`as_dict`."""
     with open_path(path, ("state",)) as checkpoint:
         name = (checkpoint.tree(SHARED) or {}).get("hparams_name")
     content = as_dict(path, weights=weights)
@@ -102,10 +112,10 @@ def write_checkpoint(file: Path, path: str | Path, weights: str | None = None) -
 
 
 def write(file: Path, weights: Mapping[str, Any], epoch: int, step: int, hparams: Any, hparams_name: Any) -> None:
-    """Pickle the dict of :func:`as_dict`, with what Lightning expects in its own files; an existing ``file`` is replaced at the end.
+    """Pickle weights and counters as a file that Lightning can read. An existing ``file`` is replaced only once the new one is complete.
 
     Args:
-        hparams: the module's; ``hparams_name``: the constructor's argument that takes all of them, if there is one.
+        hparams: the module's hyperparameters; ``hparams_name``: the argument of its constructor that takes all of them, if there is one.
     """
     content = {"epoch": epoch, "global_step": step, "pytorch-lightning_version": "2.6.0", "state_dict": dict(weights)}
     if hparams:

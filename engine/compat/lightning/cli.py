@@ -1,4 +1,4 @@
-"""``LightningCLI``: the command line of a Lightning project, parsed by jsonargparse. ``fit run`` is this library's own."""
+"""``LightningCLI``: the command line of a Lightning project, parsed by jsonargparse. (This library's own command line is ``fit run``.)"""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 _DATA = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
 _AUTOMATIC = "AUTOMATIC"
 _PATH = re.compile(r"(--[^=]+=)?(?:lightning\.pytorch|pytorch_lightning)\.([\w.]+)\.(\w+)")
-"""The pattern of Lightning's own path of a class, in a configuration or as an argument."""
+"""The import path of one of Lightning's classes, as a value in a configuration or as a command-line argument."""
 _MODE = "lightning"
-"""jsonargparse's name of the way in which configurations are read."""
+"""The name under which our configuration loader is registered with jsonargparse (its ``parser_mode``)."""
 
 
 class ReduceLROnPlateau(schedulers.ReduceLROnPlateau):
-    """torch's ``ReduceLROnPlateau`` with the name of the metric that it follows, ``monitor``."""
+    """torch's ``ReduceLROnPlateau`` with the name of the metric to follow, ``monitor``."""
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)
@@ -49,10 +49,10 @@ LRSchedulerCallable = Callable[[Optimizer], LRSchedulerTypeUnion]
 
 
 def with_our_paths(value: Any) -> Any:
-    """A configuration or arguments with the paths of our classes in the place of Lightning's.
+    """Copy a configuration or a list of arguments, with the import paths of Lightning's classes replaced by those of ours.
 
     Raises:
-        ValueError: a class has no counterpart; the message says what to use.
+        ValueError: a class has no counterpart; the message says what to use instead.
     """
     if isinstance(value, Mapping):
         return {name: with_our_paths(entry) for name, entry in value.items()}
@@ -74,16 +74,16 @@ set_loader(_MODE, lambda text: with_our_paths(get_loader("yaml")(text)), (yaml.Y
 
 
 class LightningArgumentParser(ArgumentParser):
-    """A parser of the arguments of classes. A ``class_path`` of Lightning's own stands for our class of that name."""
+    """A parser of the arguments of classes. A ``class_path`` that names one of Lightning's classes selects our class of that name."""
 
     def __init__(self, *args: Any, env_prefix: str = "PL", parser_mode: str = _MODE, **kwargs: Any) -> None:
         super().__init__(*args, env_prefix=env_prefix, parser_mode=parser_mode, **kwargs)
         self.callback_keys: list[str] = []
-        """The keys of the callbacks that every run gets, with their arguments."""
+        """The keys of callbacks that are added to every run; the command line gives their arguments."""
         self.optimizers: dict[str, tuple[Any, str]] = {}
-        """Key of an optimizer's arguments -> its class, or classes, and the destination of the arguments."""
+        """Key of an optimizer's arguments -> its class (or a tuple of classes) and the argument that receives them."""
         self.lr_schedulers: dict[str, tuple[Any, str]] = {}
-        """Key of a learning rate scheduler's arguments -> its class, or classes, and the destination of the arguments."""
+        """Key of a learning rate scheduler's arguments -> its class (or a tuple of classes) and the argument that receives them."""
 
     def parse_args(self, args: Sequence[str] | None = None, *further_arguments: Any, **options: Any) -> Namespace:  # type: ignore[override]
         return super().parse_args(
@@ -96,13 +96,13 @@ class LightningArgumentParser(ArgumentParser):
     def add_lightning_class_args(
         self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
     ) -> Any:
-        """The parameters of a trainer, module, data module or callback, or of a function that makes one, as ``--nested_key.name``.
+        """Add options ``--nested_key.name`` for the parameters of a trainer, module, data module or callback, or of a function that returns one.
 
         Args:
-            subclass_mode: take any subclass instead, by its ``class_path``.
+            subclass_mode: accept any subclass, given by its ``class_path``.
 
         Raises:
-            TypeError: it is another class.
+            TypeError: ``lightning_class`` is none of these.
         """
         kind = lightning_class if isinstance(lightning_class, type) else class_from_function(lightning_class)
         if not issubclass(kind, (Trainer, LightningModule, LightningDataModule, Callback)):
@@ -120,9 +120,9 @@ class LightningArgumentParser(ArgumentParser):
     def add_optimizer_args(
         self, optimizer_class: Any = (Optimizer,), nested_key: str = "optimizer", link_to: str = _AUTOMATIC
     ) -> None:
-        """The parameters of an optimizer as ``--nested_key.name``; of a tuple of classes, any subclass by its ``class_path``.
+        """Add options ``--nested_key.name`` for the parameters of an optimizer; a tuple of classes allows any subclass by its ``class_path``.
 
-        ``link_to``: the argument that gets them; by default the run's optimizer is made of them.
+        ``link_to``: the argument that receives the parsed values; by default they configure the run's optimizer.
         """
         self.optimizers[nested_key] = (optimizer_class, link_to)
         self._add(optimizer_class, nested_key, "params")
@@ -130,19 +130,19 @@ class LightningArgumentParser(ArgumentParser):
     def add_lr_scheduler_args(
         self, lr_scheduler_class: Any = LRSchedulerTypeTuple, nested_key: str = "lr_scheduler", link_to: str = _AUTOMATIC
     ) -> None:  # fmt: skip
-        """The parameters of a learning rate scheduler as ``--nested_key.name``; see :meth:`add_optimizer_args`."""
+        """Add options for the parameters of a learning rate scheduler; see :meth:`add_optimizer_args`."""
         self.lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
         self._add(lr_scheduler_class, nested_key, "optimizer")
 
-    def _add(self, kind: Any, key: str, left_out: str) -> None:
-        options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": {left_out}}
+    def _add(self, kind: Any, key: str, skipped: str) -> None:
+        options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": {skipped}}
         if isinstance(kind, tuple):
             self.add_subclass_arguments(kind, key, **options)
         else:
             self.add_class_arguments(kind, key, sub_configs=True, **options)
 
     def link(self) -> None:
-        """Link the arguments of optimizers and schedulers that have a destination."""
+        """Pass the parsed values of optimizers and schedulers on to the arguments that were named with ``link_to``."""
         for key, (kind, destination) in (self.optimizers | self.lr_schedulers).items():
             if destination != _AUTOMATIC:
                 path = None if isinstance(kind, tuple) else partial(_with_class_path, kind)
@@ -153,10 +153,10 @@ class SaveConfigCallback(Callback):
     """Writes the parsed ``config`` into the run's folder; the ``parser`` can repeat the run from it.
 
     Args:
-        config_filename: the name of the file. An existing one is this run's own: a logger has written it, or the part of the run before a resume.
-        overwrite: changes nothing: each run has a folder of its own.
+        config_filename: the name of the file. An existing one is replaced: a logger, or this run before it was resumed, has written it.
+        overwrite: has no effect, because each run has its own folder.
         multifile: write as many files as the configuration was read from.
-        save_to_log_dir: ``False``: call :meth:`save_config` alone.
+        save_to_log_dir: with ``False`` only :meth:`save_config` is called.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class SaveConfigCallback(Callback):
             self._save(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        # CSVLogger has written the settings of the run there just before.
+        # As late as this, because CSVLogger writes the run's settings to the same folder first.
         self._save(trainer, pl_module, "fit")
 
     def _save(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -188,14 +188,14 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Override it to save the settings elsewhere too; called on rank 0."""
+        """Override this method to save the settings elsewhere too; it is called on rank 0."""
 
 
 class LightningCLI:
     """``fit``, ``validate``, ``test`` and ``predict`` with ``--model.*``, ``--data.*``, ``--trainer.*``, ``--optimizer``, ``--lr_scheduler``,
     ``--seed_everything`` and ``--config``.
 
-    Without ``model_class`` (or with ``subclass_mode_model``) the module is ``--model my.module.Net``. ``run=False`` makes the objects only.
+    Without ``model_class`` (or with ``subclass_mode_model``), ``--model my.module.Net`` selects the module. ``run=False`` only creates the objects.
     """
 
     def __init__(
@@ -223,17 +223,17 @@ class LightningCLI:
         if run:
             added = self.parser.add_subcommands()
             for name, skipped in commands.items():
-                parser = self._filled(self.init_parser(**common, **self.parser_kwargs.get(name, {})))
+                parser = self._with_options(self.init_parser(**common, **self.parser_kwargs.get(name, {})))
                 parser.add_method_arguments(trainer_class, name, skip=skipped)
                 added.add_subcommand(name, parser)
                 self._parsers[name] = parser
         else:
-            self._filled(self.parser)
+            self._with_options(self.parser)
         self.parse_arguments(self.parser, args)
         self.subcommand: str | None = self.config.subcommand if run else None
         seed = self._get(self.config, "seed_everything")
         if seed is not False:
-            self._of_command(self.config)["seed_everything"] = seed_everything(None if seed is True else seed)
+            self._subcommand_config(self.config)["seed_everything"] = seed_everything(None if seed is True else seed)
         self.before_instantiate_classes()
         self.instantiate_classes()
         self.after_instantiate_classes()
@@ -244,16 +244,17 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The trainer's methods that are commands, each with the arguments that the command line does not give."""
+        """The trainer's methods that are subcommands -> those of their arguments that are not options of the command line."""
         return {name: set(_DATA) for name in ("fit", "validate", "test", "predict")}
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """A parser with ``--config``."""
+        """Create a parser with the option ``--config``."""
         parser: LightningArgumentParser = self.parser_class(**kwargs)
         parser.add_argument("-c", "--config", action=ActionConfigFile, help="a YAML file")
         return parser
 
-    def _filled(self, parser: LightningArgumentParser) -> LightningArgumentParser:
+    def _with_options(self, parser: LightningArgumentParser) -> LightningArgumentParser:
+        """Add all options of a subcommand to ``parser``, and return it."""
         self.add_default_arguments_to_parser(parser)
         self.add_core_arguments_to_parser(parser)
         self.add_arguments_to_parser(parser)
@@ -271,7 +272,7 @@ class LightningCLI:
         parser.add_argument("--seed_everything", type=bool | int, default=default, help="of python, numpy and torch")
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the arguments of trainer, module and data module."""
+        """Add the options of the trainer, the module and the data module."""
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         defaults = {f"trainer.{name}": value for name, value in self.trainer_defaults.items() if name != "callbacks"}
         parser.set_defaults(defaults)
@@ -279,58 +280,58 @@ class LightningCLI:
             parser.add_lightning_class_args(kind, key, any_subclass, required=key == "model")
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Override it to add arguments, or links between them."""
+        """Override this method to add arguments, or links between them."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse ``args``, or the command line, into :attr:`config`."""
         as_object = isinstance(args, (Mapping, Namespace))
         self.config = parser.parse_object(args) if as_object else parser.parse_args(args)
 
-    def _of_command(self, config: Namespace) -> Namespace:
+    def _subcommand_config(self, config: Namespace) -> Namespace:
         config_of_command: Namespace = config if self.subcommand is None else config[self.subcommand]
         return config_of_command
 
     def _get(self, config: Namespace, key: str, default: Any = None) -> Any:
-        return self._of_command(config).get(key, default)
+        return self._subcommand_config(config).get(key, default)
 
     # -- the objects ------------------------------------------------------------------------------------------------------------
 
     def before_instantiate_classes(self) -> None:
-        """Override it to do something before the objects are made."""
+        """Override this method to do something before the objects are created."""
 
     def instantiate_classes(self) -> None:
-        """Make ``model``, ``datamodule`` and ``trainer``."""
+        """Create ``model``, ``datamodule`` and ``trainer`` from the configuration."""
         self.config_init = self.parser.instantiate(self.config)
         self.datamodule, self.model = self._get(self.config_init, "data"), self._get(self.config_init, "model")
         self._configure_optimizers()
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Override it to do something once the objects are made."""
+        """Override this method to do something once the objects are created."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """The trainer; ``kwargs`` replace its arguments. Its callbacks: those of ``trainer_defaults``, of its arguments, of the parser."""
+        """Create the trainer; ``kwargs`` replace its arguments. Its callbacks come from ``trainer_defaults``, its arguments and the parser."""
         parser = self.parser if self.subcommand is None else self._parsers[self.subcommand]
         options = {**self._get(self.config_init, "trainer", {}), **kwargs}
         callbacks = [
-            callback for part in (self.trainer_defaults, options) for callback in _listed(part.get("callbacks"))
+            callback for part in (self.trainer_defaults, options) for callback in _as_list(part.get("callbacks"))
         ]
         callbacks += [self._get(self.config_init, key) for key in parser.callback_keys]
         if self.save_config_callback and not options.get("fast_dev_run"):
-            config = self._of_command(self.config)
+            config = self._subcommand_config(self.config)
             callbacks.append(self.save_config_callback(parser, config, **self.save_config_kwargs))
         return self.trainer_class(**options | {"callbacks": callbacks})
 
     @staticmethod
     def configure_optimizers(lightning_module: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
-        """Override it to make another ``configure_optimizers`` from the command line's optimizer and scheduler."""
+        """Override this method to return something else from the optimizer and scheduler of the command line; it replaces the module's hook."""
         if lr_scheduler is None:
             return optimizer
         monitor = {"monitor": lr_scheduler.monitor} if isinstance(lr_scheduler, ReduceLROnPlateau) else {}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, **monitor}}
 
     def _configure_optimizers(self) -> None:
-        """Let the module's ``configure_optimizers`` give what ``--optimizer`` and ``--lr_scheduler`` ask for."""
+        """Replace the module's ``configure_optimizers`` by one that returns the optimizer and scheduler of the command line."""
         parser = self.parser if self.subcommand is None else self._parsers[self.subcommand]
         if not self.auto_configure_optimizers:
             return
@@ -356,12 +357,14 @@ class LightningCLI:
         self.model.configure_optimizers = configure
 
     def _class_and_arguments(self, kind: Any, key: str) -> tuple[Any, dict[str, Any]] | None:
+        """The class and the parsed arguments at ``key``; ``kind``: the class itself, or a tuple if the configuration names a subclass."""
         value = self._get(self.config_init, key)
         if value is None or not isinstance(kind, tuple):
             return None if value is None else (kind, value.as_dict())
         return pkgutil.resolve_name(value["class_path"]), (value.get("init_args") or Namespace()).as_dict()
 
     def _run(self, command: str) -> None:
+        """Call the trainer's method ``command`` (or the method that overrides it here), between the hooks ``before_`` and ``after_`` it."""
         names = inspect.signature(getattr(self.trainer, command)).parameters.keys() - self.subcommands()[command]
         config = self.config_init[command]
         options = {name: config[name] for name in names if name in config}
@@ -371,7 +374,7 @@ class LightningCLI:
         getattr(self, f"after_{command}", lambda: None)()
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list) else [value]
 
 

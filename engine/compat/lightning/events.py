@@ -1,4 +1,4 @@
-"""The events that Lightning has too, and their arguments: ours as Lightning's, and back."""
+"""Translates the arguments of events between this library and Lightning."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _OURS = ("on_before_log", "on_log", "on_media", "on_checkpoint_saved", "on_check
 EVENTS = tuple(
     name for name in vars(Callback) if (name.startswith("on_") or name in ("setup", "teardown")) and name not in _OURS
 )
-"""Events that Lightning has too."""
+"""Events that exist in Lightning too."""
 CALLED = (*EVENTS, "write_on_batch_end", "write_on_epoch_end", "get_metrics")
-"""Methods of callbacks that are called with ``(trainer, pl_module, ...)``."""
+"""Methods of Lightning's callbacks that take ``(trainer, pl_module, ...)``."""
 _PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 WITH_STAGE = ("setup", "teardown")
-"""Events that get a :class:`TrainerFn`."""
+"""Events whose argument ``stage`` is a :class:`TrainerFn`."""
 
 
 class TrainerFn(StrEnum):
@@ -33,7 +33,7 @@ class TrainerFn(StrEnum):
 
 
 class RunningStage(StrEnum):
-    """The part of a call that is under way; a validation within a training is ``"validate"``."""
+    """The stage that is running; a validation within a training is ``"validate"``."""
 
     TRAINING, SANITY_CHECKING, VALIDATING, TESTING, PREDICTING = "train", "sanity_check", "validate", "test", "predict"
 
@@ -44,43 +44,43 @@ class TrainerStatus(StrEnum):
     INITIALIZING, RUNNING, FINISHED, INTERRUPTED = "initializing", "running", "finished", "interrupted"
 
 
-def is_lightnings(kind: type) -> bool:
-    """Whether a class is the installed Lightning's own."""
+def is_lightning_class(kind: type) -> bool:
+    """Whether the installed Lightning defines the class."""
     return kind.__module__.startswith(_PACKAGES)
 
 
 class Adapter:
-    """The base of objects that stand for one of the installed Lightning, ``original``, in a run."""
+    """The base of adapters, which represent an object of the installed Lightning, ``original``, in a run."""
 
     original: Any
     user_classes: tuple[type, ...]
-    """The user's classes behind the object, in their order."""
+    """The user's classes among the bases of ``original``'s class, in the order of its MRO."""
 
     @classmethod
-    def standing_for(cls, kind: type, **space: Any) -> type[Self]:
-        """The subclass for objects of ``kind``, whose name messages have."""
-        users = tuple(base for base in kind.__mro__ if not is_lightnings(base))
-        return type(kind.__name__, (cls,), {"__module__": kind.__module__, "user_classes": users, **space})
+    def subclass_for(cls, kind: type, **attributes: Any) -> type[Self]:
+        """Create the adapter class for objects of class ``kind``, with the name and module of ``kind`` and these class attributes."""
+        users = tuple(base for base in kind.__mro__ if not is_lightning_class(base))
+        return type(kind.__name__, (cls,), {"__module__": kind.__module__, "user_classes": users, **attributes})
 
     def forward_overrides(self, base: type, names: Iterable[str]) -> None:
-        """Take the methods ``names`` from ``original``, where it or its class overrides Lightning's class ``base``."""
+        """Forward the methods ``names`` to ``original`` if it, or its class, overrides them over Lightning's class ``base``."""
         for name in names:
             vars(self).pop(name, None)
             if overridden(self.original, name, base):
                 vars(self)[name] = self.translated(name, getattr(self.original, name))
 
     def translated(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The ``method`` of the user's object with the arguments that a run gives."""
+        """Wrap ``method`` of the user's object so that it accepts the arguments that a run passes."""
         return method
 
 
 def original(value: Any) -> Any:
-    """The user's object behind one that stands for it here."""
+    """The user's object inside an adapter; other values are returned unchanged."""
     return value.original if isinstance(value, Adapter) else value
 
 
 def lightning_arguments(event: str, run_or_trainer: Any, module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of an event here as Lightning's: ``(trainer, pl_module, ...)``. A subclass that calls its base gives Lightning's already."""
+    """Translate an event's arguments to Lightning's, ``(trainer, pl_module, ...)``. A subclass calling its base passes Lightning's already."""
     if event == "on_train_batch_end" and isinstance(run_or_trainer, Run):
         arguments = (step_output(run_or_trainer, arguments[0]), *arguments[1:])
     elif event in WITH_STAGE and arguments:
@@ -89,7 +89,7 @@ def lightning_arguments(event: str, run_or_trainer: Any, module: Any, arguments:
 
 
 def with_stage(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``setup`` or ``teardown`` of a data module that gets its stage as a :class:`TrainerFn`, which is a text too."""
+    """Wrap ``setup`` or ``teardown`` of a data module so that its stage is a :class:`TrainerFn` (a subclass of ``str``)."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -103,13 +103,13 @@ def _as_stage(value: Any) -> Any:
 
 
 def run_of(trainer: Any) -> Any:
-    """The run, for an event of ours that Lightning's arguments come to."""
+    """The run of a trainer; a run is returned unchanged."""
     return getattr(trainer, "run", trainer)
 
 
 def step_output(run: Run, outputs: Any) -> dict[str, Any]:
-    """The result of ``training_step`` as Lightning gives it to ``on_train_batch_end``: a dict whose ``"loss"`` is detached and, in automatic
-    optimization, divided by the window's number of micro-batches."""
+    """Convert the result of ``training_step`` to what Lightning passes to ``on_train_batch_end``: a dict whose ``"loss"`` is detached and, in
+    automatic optimization, divided by the number of micro-batches in the accumulation window."""
     entries = dict(outputs) if isinstance(outputs, Mapping) else {} if outputs is None else {"loss": outputs}
     loss = entries.get("loss")
     if isinstance(loss, Loss):

@@ -1,4 +1,4 @@
-"""The latest value of every logged name, also between log boundaries: computed when somebody reads it."""
+"""The latest value of every logged name, also between log boundaries; computed only when it is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.metrics.reductions import Slot, reduced, unzipped
 
 
 class Values(dict[str, Any]):
-    """A copy of values by name, to read: what is written here would reach nobody."""
+    """A read-only copy of the values by name; writing to it would have no effect, so it is an error."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError("these values are a copy to read: log a value with self.log(name, value)")
@@ -20,48 +20,49 @@ class Values(dict[str, Any]):
     __setitem__ = __delitem__ = update = pop = popitem = setdefault = clear = __ior__ = _refuse
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return dict, (dict(self),)  # copies are plain dicts
+        return dict, (dict(self),)  # a copy or a pickle of it is a plain dict
 
 
-def live(run: Run | BeforeRun) -> dict[str, Any]:
-    """Numbers, or tensors of shape () on the device, by name: ``x`` and ``x_step`` of the step under way or the latest one, as far as this rank
-    knows them; ``x`` and ``x_epoch`` over all ranks.
+def latest_values(run: Run | BeforeRun) -> dict[str, Any]:
+    """The latest values by name, as numbers or tensors of shape () on the device.
 
-    A collective in ``on_train_epoch_end`` with several ranks, and nowhere else.
+    ``x`` and ``x_step``: of the current or the latest step, as far as this rank knows them. ``x`` and ``x_epoch`` of an epoch: over all ranks. With
+    several ranks this is a collective in ``on_train_epoch_end``, and nowhere else.
     """
     values = dict(run.metrics)
     training = run.logbook.training
-    for slot, value in _of_steps(run, training):
+    for slot, value in _step_values(run, training):
         values[slot.name] = value
         if slot.on_epoch:
             values[f"{slot.name}_step"] = value
     if run.recorder is training:
         if training.on_epoch:  # in on_train_epoch_end
-            values |= _forked(training.epoch_values(clear=False))
+            values |= _with_unsuffixed(training.epoch_values(clear=False))
         return values
     if run.logbook.evaluation is not None:
-        values |= _forked(run.logbook.evaluation.values)
-        for slot in run.recorder.slots.values():  # of the hook under way, on this rank
-            if (value := _epoch(slot)) is not None:
+        values |= _with_unsuffixed(run.logbook.evaluation.values)
+        for slot in run.recorder.slots.values():  # this rank's values from the hook that is running
+            if (value := _epoch_value(slot)) is not None:
                 values[slot.name] = value
     return values
 
 
-def live_shown(run: Run | BeforeRun) -> dict[str, Any]:
-    """The values of :func:`live` that were logged with ``prog_bar=True``."""
+def latest_shown(run: Run | BeforeRun) -> dict[str, Any]:
+    """The values of :func:`latest_values` that were logged with ``prog_bar=True``."""
     names = set(run.progress) | run.logbook.training.progress_names() | run.recorder.progress_names()
     names |= set() if run.logbook.evaluation is None else run.logbook.evaluation.progress_names
-    values = live(run)
+    values = latest_values(run)
     forked = {name.removesuffix("_step") for name in values if name.endswith("_step")}
     return {name: value for name, value in values.items() if name in names and name not in forked}
 
 
-def _forked(values: dict[str, float]) -> dict[str, float]:
+def _with_unsuffixed(values: dict[str, float]) -> dict[str, float]:
+    """``values`` with each ``x_epoch`` also under the name ``x``, unless there is a value of this name."""
     return {name.removesuffix("_epoch"): value for name, value in values.items()} | values
 
 
-def _of_steps(run: Run | BeforeRun, recorder: Recorder) -> Iterator[tuple[Slot, Any]]:
-    """The values of the latest steps; a name for which an evaluation or an epoch has reported a newer value is left out."""
+def _step_values(run: Run | BeforeRun, recorder: Recorder) -> Iterator[tuple[Slot, Any]]:
+    """Yield the values of the latest steps, except for names of which an evaluation or an epoch has reported a newer value."""
     for slot in recorder.slots.values():
         if not slot.on_step or slot.window <= run.logbook.epoch_windows.get(slot.name, -1):
             continue
@@ -76,8 +77,8 @@ def _of_steps(run: Run | BeforeRun, recorder: Recorder) -> Iterator[tuple[Slot, 
             yield slot, _value(slot.reduce, *unzipped(slot.window_values, slot.name))
 
 
-def _epoch(slot: Slot) -> Any:
-    """This rank's value of the epoch so far; ``None``: there is none."""
+def _epoch_value(slot: Slot) -> Any:
+    """This rank's value over the epoch so far; ``None`` if nothing was logged."""
     if slot.metric is not None:
         return slot.metric.value(slot.name, slot.metric.all())
     _, values, weights = slot.column()
@@ -89,7 +90,7 @@ def _value(reduce: str, values: list[Any], weights: list[Any]) -> Any:
     return total / weight if reduce == "mean" else total
 
 
-def withheld(run: Run | BeforeRun) -> frozenset[str]:
-    """The names that were logged with ``logger=False``."""
+def names_withheld(run: Run | BeforeRun) -> frozenset[str]:
+    """The names of values that were logged with ``logger=False``."""
     names: frozenset[str] = run.withheld | run.logbook.training.withheld_names() | run.recorder.withheld_names()
     return names

@@ -1,4 +1,4 @@
-"""Lightning's loggers: this library's under its names and arguments, and any object with ``log_metrics`` as a logger of a run."""
+"""This library's loggers under Lightning's names and arguments, and an adapter for any object with ``log_metrics``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Folder = str | PathLike[str] | None
 
 
 class WrappedLogger(Logger):
-    """A logger of this library, ``ours``, under Lightning's name and arguments. Its files are in the run's folder: ``root_dir``
-    (``save_dir/name``) or a numbered folder in it."""
+    """Wraps a logger of this library, ``ours``, under Lightning's name and arguments. It writes to the run's folder, which is ``root_dir``
+    (``save_dir/name/version``) or a numbered folder in it."""
 
     of: Any
     ours: Any
-    """The logger of this library that ``Fit`` gets."""
+    """The wrapped logger, which is passed to ``Fit``."""
     _run: Any = None
     _experiment: Any = None
 
@@ -40,7 +40,7 @@ class WrappedLogger(Logger):
         self.ours = self.of(**arguments)
 
     def translate_arguments(self, arguments: dict[str, Any]) -> Any:
-        """Turn the arguments into ours; return the experiment's name."""
+        """Change ``arguments`` in place to those of the wrapped logger, and return the experiment's name."""
         return arguments.pop("name", "lightning_logs")
 
     def attach_run(self, run: Run) -> None:
@@ -52,7 +52,7 @@ class WrappedLogger(Logger):
         run.hooks.add("on_fit_end", type(self).__name__, self._keep_experiment)
 
     def _keep_experiment(self, run: Run, module: Any) -> None:
-        """Keep the tracker's object for calls after the run, if the tracker works."""
+        """Keep a reference to the tracker's object for use after the run; an error of the tracker is only logged."""
         try:
             self._experiment = self.ours.experiment
         except Exception:
@@ -60,7 +60,7 @@ class WrappedLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The tracker's own object: TensorBoard's ``SummaryWriter``, W&B's run; after a training the one that it had."""
+        """The tracker's own object, such as TensorBoard's ``SummaryWriter`` or W&B's run; after a training, the object that the training used."""
         return self.ours.experiment if self._run is None or self._run.module.attached else self._experiment
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
@@ -69,7 +69,7 @@ class WrappedLogger(Logger):
 
 
 class TensorBoardLogger(WrappedLogger):
-    """Our logger for TensorBoard with the arguments of Lightning's."""
+    """Our TensorBoard logger with Lightning's arguments."""
 
     of = own.TensorBoardLogger
 
@@ -81,7 +81,7 @@ class TensorBoardLogger(WrappedLogger):
 
 
 class CSVLogger(WrappedLogger):
-    """Our logger that writes a CSV file, with the arguments of Lightning's."""
+    """Our CSV logger with Lightning's arguments."""
 
     of = own.CSVLogger
 
@@ -93,7 +93,7 @@ class CSVLogger(WrappedLogger):
 
 
 class WandbLogger(WrappedLogger):
-    """Our logger for Weights & Biases with the arguments of Lightning's."""
+    """Our Weights & Biases logger with Lightning's arguments."""
 
     of = own.WandbLogger
 
@@ -111,7 +111,7 @@ class WandbLogger(WrappedLogger):
 
 
 class MLFlowLogger(WrappedLogger):
-    """Our logger for MLflow with the arguments of Lightning's."""
+    """Our MLflow logger with Lightning's arguments."""
 
     of = own.MLflowLogger
 

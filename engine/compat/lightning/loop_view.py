@@ -1,4 +1,4 @@
-"""``trainer.fit_loop``: where the training stands, under the names of Lightning's loops, with what published modules read of their inner parts."""
+"""``trainer.fit_loop``: the training's progress under the names of Lightning's loops, with the inner parts that published modules read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.utils.extensions import attribute_error
 
 
 class _Part:
-    """A part of Lightning's loops, to read: nothing would follow what is set."""
+    """A read-only part of Lightning's loops; setting an attribute would have no effect, so it is an error."""
 
     _trainer: Any
 
@@ -30,7 +30,7 @@ class _Part:
 
 
 class FitLoopView(_Part):
-    """The epochs. ``max_epochs`` and ``max_steps`` may be set: the training then ends there."""
+    """Lightning's loop over epochs, as a view. Setting ``max_epochs`` or ``max_steps`` changes the end of the training."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("max_epochs", "max_steps"):
@@ -38,7 +38,7 @@ class FitLoopView(_Part):
         self._trainer.set_limit(name, None if value is None or value == -1 else int(value))
 
     max_epochs = property(lambda self: self._trainer.max_epochs, doc="The trainer's.")
-    min_epochs = property(lambda self: self._trainer.min_epochs or 0, doc="The trainer's; 0: no such limit.")
+    min_epochs = property(lambda self: self._trainer.min_epochs or 0, doc="The trainer's; 0 if unset.")
     max_steps = property(lambda self: self._trainer.max_steps, doc="The trainer's.")
     min_steps = property(lambda self: self._trainer.min_steps, doc="The trainer's.")
     max_batches = property(
@@ -46,28 +46,28 @@ class FitLoopView(_Part):
     )
     batch_idx = property(lambda self: self.epoch_loop.batch_idx, doc="See :class:`EpochLoopView`.")
     total_batch_idx = property(lambda self: self.epoch_loop.total_batch_idx, doc="See :class:`EpochLoopView`.")
-    epoch_loop = property(lambda self: EpochLoopView(self._trainer), doc="The batches of an epoch.")
+    epoch_loop = property(lambda self: EpochLoopView(self._trainer), doc="The loop over the batches of an epoch.")
     _data_source = property(lambda self: DataSourceView(self._trainer, "train"), doc="The training data.")
 
     @property
     def epoch_progress(self) -> SimpleNamespace:
-        """``current`` and ``total``: the epochs done."""
+        """``current`` and ``total``, which both count the completed epochs."""
         return _progress(self._run.state.epoch, self._run.state.epoch)
 
     @property
     def _combined_loader(self) -> SimpleNamespace:
-        """``flattened``: the training loaders, as they were given."""
+        """An object whose ``flattened`` lists the training loaders as the user gave them."""
         loaders: Any = self._trainer.train_dataloader
         loaders = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
         return SimpleNamespace(flattened=loaders if isinstance(loaders, list) else [loaders])
 
     def setup_data(self) -> None:
-        """Make the training loader now, where ``num_training_batches`` is read before it is made; all ranks call this."""
+        """Create the training loader now, so that ``num_training_batches`` can be read early; all ranks must call this."""
         self._run.loaders.training()
 
 
 class EpochLoopView(_Part):
-    """The batches of an epoch. ``max_steps`` may be set, as that of :class:`FitLoopView`."""
+    """Lightning's loop over the batches of an epoch, as a view. ``max_steps`` may be set, as on :class:`FitLoopView`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "max_steps":
@@ -77,7 +77,9 @@ class EpochLoopView(_Part):
     max_steps = property(lambda self: self._trainer.max_steps, doc="The trainer's.")
 
     global_step = property(lambda self: self._trainer.global_step, doc="The trainer's.")
-    _batches_that_stepped = property(lambda self: self._trainer.global_step, doc="Steps, with the one just done.")
+    _batches_that_stepped = property(
+        lambda self: self._trainer.global_step, doc="Optimizer steps, including the one just done."
+    )
     val_loop = property(
         lambda self: SimpleNamespace(
             _data_source=DataSourceView(self._trainer, "validation"), _has_run=self._run.validated_step >= 0
@@ -87,19 +89,19 @@ class EpochLoopView(_Part):
 
     @property
     def batch_idx(self) -> int:
-        """The number of this rank's newest micro-batch in the epoch; -1: there is none yet."""
+        """The index of this rank's latest micro-batch in the epoch; -1 before the first one."""
         loader = self._run.train_loader
         return -1 if loader is None else int(loader.batches_given) - 1
 
     @property
     def total_batch_idx(self) -> int:
-        """The number of this rank's newest micro-batch, counted over the epochs."""
+        """The index of this rank's latest micro-batch, counted over all epochs."""
         state = self._run.state
         return int(state.batches - state.batch_idx) + self.batch_idx
 
     @property
     def batch_progress(self) -> SimpleNamespace:
-        """``current`` (in the epoch) and ``total``: this rank's micro-batches that were read, and that are done; ``is_last_batch``."""
+        """Counts of this rank's micro-batches that were read and completed: ``current`` (in the epoch) and ``total``; also ``is_last_batch``."""
         state = self._run.state
         progress = _progress(state.batch_idx, state.batches, self.batch_idx + 1, self.total_batch_idx + 1)
         progress.is_last_batch = self._trainer.is_last_batch
@@ -107,7 +109,7 @@ class EpochLoopView(_Part):
 
 
 class DataSourceView(_Part):
-    """Source of the loaders: ``instance.train_dataloader()`` and ``instance.val_dataloader()`` give them, wherever they come from."""
+    """The source of the loaders: ``instance.train_dataloader()`` and ``instance.val_dataloader()`` return them, whoever provided them."""
 
     def __init__(self, trainer: Any, kind: str) -> None:
         super().__init__(trainer)
@@ -115,19 +117,21 @@ class DataSourceView(_Part):
 
     @property
     def instance(self) -> SimpleNamespace:
-        """An object with the methods."""
+        """An object with the methods ``train_dataloader`` and ``val_dataloader``."""
         trainer: Any = self._trainer
         return SimpleNamespace(
             train_dataloader=lambda: trainer.train_dataloader, val_dataloader=lambda: trainer.val_dataloaders
         )
 
     def is_defined(self) -> bool:
-        """Whether this run has data of this kind and uses it; known when the optimizers are made."""
+        """Whether this run uses data of this kind; known by the time the optimizers are created."""
         run = self._run
         return bool(run.val_loaders) if self._kind == "validation" else run.train_loader is not None
 
 
 def _progress(current: int, total: int, read: int | None = None, read_in_total: int | None = None) -> SimpleNamespace:
+    """Lightning's progress object: the completed counts, and the counts that were read (``None``: equal to the completed ones)."""
+
     def counts(done: int, ready: int | None) -> SimpleNamespace:
         ready = done if ready is None else ready
         return SimpleNamespace(ready=ready, started=ready, processed=done, completed=done)

@@ -1,4 +1,4 @@
-"""``LightningModule`` and ``LightningDataModule``: ours, with the trainer that they belong to."""
+"""``LightningModule`` and ``LightningDataModule``: our module and data module with Lightning's ``self.trainer``."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class LightningModule(TrainModule):
         cls, checkpoint_path: Any, map_location: Any = None, hparams_file: None = None, strict: bool | None = None,
         weights_only: bool | None = None, **kwargs: Any,
     ) -> Self:  # fmt: skip
-        """Build the module from a checkpoint; see :meth:`engine.TrainModule.load_from_checkpoint`. Reads one-file checkpoints, too.
+        """Build the module from a checkpoint, which may also be one file; see :meth:`engine.TrainModule.load_from_checkpoint`.
 
-        ``weights_only`` changes nothing: of a pickle only tensors and plain values are read. ``hparams_file`` is an error: give the
+        ``weights_only`` has no effect: from a pickle, only tensors and plain values are ever read. ``hparams_file`` is an error: pass the
         hyperparameters as arguments.
         """
         if hparams_file is not None:
@@ -82,12 +82,12 @@ class LightningModule(TrainModule):
 
 
 def parts_that_log(module: nn.Module, kind: type[T]) -> list[T]:
-    """The module and its submodules, at any depth, of Lightning's ``kind``: each may call ``self.log`` and read ``self.trainer``."""
+    """The module and its submodules, at any depth, that are instances of ``kind``: each may call ``self.log`` and read ``self.trainer``."""
     return [part for part in module.modules() if isinstance(part, kind)]
 
 
 def _with_lightnings_arguments(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A module's own hook with Lightning's arguments, where they differ from ours; other hooks unchanged."""
+    """Wrap a hook of the module whose arguments differ from ours, so that it gets Lightning's; return other hooks unchanged."""
     owner, _, event = name.rpartition(".")
     if event not in _TRANSLATED or not owner.startswith("[TrainModule]"):
         return hook
@@ -118,7 +118,7 @@ class LightningDataModule(DataModule):
 
 
 def _load_from_checkpoint(cls: type[Any], checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-    """``load_from_checkpoint`` as the base class has it, for classes that override it."""
+    """Call the base class's ``load_from_checkpoint`` for ``cls``, which overrides it."""
     of_module = issubclass(cls, LightningModule)
     base: Any = LightningModule if of_module else LightningDataModule
     return base.load_from_checkpoint.__func__(cls, checkpoint_path, *(args if of_module else ()), **kwargs)

@@ -1,4 +1,4 @@
-"""Names of Lightning and Fabric that ours do not have: what to use instead.
+"""Names of Lightning and Fabric that this library's counterparts lack, and what to use instead.
 
 ``tests/config/test_lightning_names.py`` compares with Lightning itself.
 """
@@ -38,7 +38,7 @@ _OF_TRAINERS = {
 
 
 _OF_RUN = ("callbacks", "gc_every_n_steps", "loggers", "max_epochs", "max_steps", "val_every")
-"""Attributes that a run has under Lightning's name."""
+"""Attributes of a run that have the same name as in Lightning."""
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "Fit": {
         **_OF_TRAINERS,
@@ -118,7 +118,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("log", "log_dict", "logger", "loggers"), "an Engine has no loggers: call your own"),
     },
 }
-"""Attributes of ``Trainer`` (``"Fit"``, ``"Run"``, ``"Result"``) and of Fabric (``"Engine"``), by our class: what to use instead."""
+"""Our class -> attributes of ``Trainer`` (for ``"Fit"``, ``"Run"``, ``"Result"``) or Fabric (for ``"Engine"``) that it lacks -> what to use instead."""
 _LOOPS = "the loops are functions without a state of their own: counters are in self.run.state"
 VIEW = {
     **dict.fromkeys(
@@ -135,11 +135,11 @@ VIEW = {
     "profiler": "use torch.profiler.record_function(name): callbacks=[Profiler()] shows it",
     "reload_dataloaders_every_n_epochs": "a dataset may read other files from set_epoch or in each pass",
 }
-"""Names of Lightning's ``Trainer`` that a view does not have: what to use."""
+"""Attributes of Lightning's ``Trainer`` that a :class:`TrainerView` lacks -> what to use instead."""
 OF_RUN = "self.run is the run: run.settings, run.engine, run.stop(), ..."
-"""The answer about any other attribute of a view."""
+"""Advice about any other attribute that a :class:`TrainerView` lacks."""
 OF_LOOPS = "the loops are functions without a state of their own; counters are in self.run.state, and Fit's arguments end a training"
-"""The answer about attributes of ``trainer.fit_loop`` and its parts."""
+"""Advice about attributes that ``trainer.fit_loop`` and its parts lack."""
 _KEYS = "hyperparameters are part of every checkpoint (save_hyperparameters, load_from_checkpoint)"
 MODULE = {
     "CHECKPOINT_HYPER_PARAMS_KEY": _KEYS,
@@ -184,7 +184,7 @@ REPLACED = {
     "validation_epoch_end": "on_validation_epoch_end, with what validation_step kept in an attribute",
     "validation_step_end": "validation_step",
 }
-"""Hooks of earlier versions that are never called; a class that defines one is refused."""
+"""Hooks of earlier Lightning versions that are never called -> what to define instead. A class that defines one is refused."""
 
 _WEIGHTS = (
     "weights are stored apart from these entries, in parts: override state_dict() to leave some out, and set strict_loading = False for those that "
@@ -199,12 +199,12 @@ CHECKPOINT = {
     "loops": _STORED,
     "pytorch-lightning_version": "this is not a checkpoint of Lightning",
 }
-"""Entries of Lightning's checkpoints that ours do not have: why, and what to do."""
+"""Entries of Lightning's checkpoint dict that ours lacks -> why, and what to do."""
 FILES = {
     "last.ckpt": "ModelCheckpoint writes no file of this name: resume with ckpt_path='last' (in Fit: resume='last'); ModelCheckpoint.last_model_path "
     "has the newest one's path"
 }
-"""Files that Lightning writes and a run does not: what to use instead."""
+"""Files that Lightning writes and a run here does not -> what to use instead."""
 
 _SAVES = (
     "on_checkpoint_saved(self, run, module, path, score) comes after each save, on_checkpoint_removed(self, run, module, path) after each removal; "
@@ -217,14 +217,14 @@ OF_CHECKPOINTS = dict.fromkeys(
     ),
     _SAVES,
 )
-"""Methods that subclasses of Lightning's ``ModelCheckpoint`` override and that are not called here: what to use instead."""
+"""Methods that subclasses of Lightning's ``ModelCheckpoint`` override but that are never called here -> what to use instead."""
 OF_STRATEGIES = {
     "setup_optimizers": "a run has one set of optimizers: give parameters that are trained later to optimizer.add_param_group, as "
     "callbacks.BaseFinetuning does, or freeze them with requires_grad_(False) until then"
 }
-"""Attributes of ``trainer.strategy`` that a view of it does not have: what to use instead."""
+"""Attributes that :class:`StrategyView` lacks -> what to use instead."""
 OF_STRATEGY = "the strategy itself is self.run.engine.strategy"
-"""The answer about any other attribute of ``trainer.strategy``."""
+"""Advice about any other attribute that :class:`StrategyView` lacks."""
 
 _LOOP_CLASSES = "the loops are functions: override the module's or a callback's hooks"
 _LOGGERS = "give Lightning's own, or a Logger with log_metrics"
@@ -246,7 +246,7 @@ CLASSES = {
     **dict.fromkeys(("XLAStrategy", "SingleDeviceXLAStrategy"), "XLA devices are not supported"),
     **dict.fromkeys(("_EvaluationLoop", "_FitLoop", "_PredictionLoop"), _LOOP_CLASSES),
 }
-"""A class of Lightning's whose counterpart is of another kind -> what to use instead."""
+"""Lightning's classes without a class of this name here -> what to use instead."""
 BOUND = {
     **{
         name: CLASSES[name]
@@ -267,8 +267,8 @@ BOUND = {
     "StochasticWeightAveraging": "use callbacks.SWA(swa_lrs=...)",
     "WeightAveraging": "use callbacks.WeightAveraging()",
 }
-"""Callbacks of the installed Lightning that need private parts of its ``Trainer``, the weights in its checkpoints, or its order of events after an
-error: what to use instead."""
+"""Callbacks of the installed Lightning that cannot work here, because they need private parts of its ``Trainer``, the weights in its checkpoints or
+its order of events after an error -> what to use instead."""
 
 RENAMED = {
     "LightningModule": "TrainModule",
@@ -279,9 +279,9 @@ RENAMED = {
     "Fabric": "Engine",
     "seed_everything": "seed_everything",
 }
-"""Names that ``engine`` has, and how they are called there."""
+"""Lightning's names -> the names of their counterparts in ``engine``."""
 SAME_PARTS = {"callbacks": "callbacks", "loggers": "callbacks.loggers"}
-"""A part of Lightning -> our package, in which Lightning's names mean what they mean there."""
+"""Part of Lightning -> our package with classes of the same names and meaning."""
 PARTS = {
     "strategies": "give Fit(strategy=...) a name, or an object such as DDP, FSDP, DeepSpeed or MeshParallel of engine",
     "plugins": OTHERWISE["plugins"],
@@ -290,14 +290,14 @@ PARTS = {
     "tuner": ATTRIBUTES["Fit"]["tune"],
     "cli": "fit run builds a module, its data and its callbacks from a file of settings and the command line",
 }
-"""By part of Lightning, what to do about names that have no counterpart."""
+"""Part of Lightning -> what to do about names in it that have no counterpart."""
 
 TOP = {"Fabric": "use engine.Engine"}
-"""Names of the package ``lightning`` itself that ours does not have."""
+"""Names of the top-level package ``lightning`` that ours lacks -> what to use instead."""
 ABSENT = {
     "demos": "lightning.pytorch.demos of the installed Lightning has its toys, which Fit and this Trainer take as they are"
 }
-"""Lightning's modules that ours does not have: what to import instead."""
+"""Lightning's modules that have no counterpart -> what to import instead."""
 MODULES = {
     "callbacks": """callbacks profilers serve serve.servable_module serve.servable_module_validator callbacks.callback callbacks.checkpoint
         callbacks.device_stats_monitor callbacks.early_stopping callbacks.finetuning callbacks.gradient_accumulation_scheduler
@@ -316,4 +316,4 @@ MODULES = {
         fabric.utilities.cloud_io fabric.utilities.types fabric.utilities.seed fabric.utilities.rank_zero""",
     "cli": "cli",
 }
-"""Lightning's modules, by the module of ``engine.interop.lightning`` that has their content."""
+"""Module of ``engine.interop.lightning`` -> the paths of Lightning's modules whose content it has."""

@@ -1,4 +1,4 @@
-"""``Trainer``'s ``plugins``: what reads checkpoint files that are not this library's."""
+"""``Trainer``'s ``plugins``: readers for checkpoint files in other formats than this library's."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from engine.utils.extensions import hint
 
 
 class CheckpointIO:
-    """A plugin of ``Trainer(plugins=[...])`` that reads checkpoints in a format of its own. This library writes one format only, so there is
-    nothing else to define."""
+    """A plugin of ``Trainer(plugins=[...])`` that reads checkpoints in its own format. It cannot change how checkpoints are written, because this
+    library writes one format only."""
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """The file at ``path``, as Lightning's files are: ``state_dict``, ``hyper_parameters``, ..."""
+        """Read the file at ``path`` and return a dict in Lightning's layout: ``state_dict``, ``hyper_parameters``, ..."""
         import torch  # here, because ``fit migrate`` checks Trainer's arguments without it
 
         content: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=weights_only is not False)
@@ -24,7 +24,7 @@ def reader(plugins: Any) -> CheckpointIO | None:
     """The :class:`CheckpointIO` among ``Trainer``'s plugins; ``None`` if there is none.
 
     Raises:
-        ValueError: a plugin of another kind, or one that would write.
+        ValueError: a plugin is of another class, there are several, or one defines methods that write checkpoints.
     """
     readers = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []
     unknown = [plugin for plugin in readers if not isinstance(plugin, CheckpointIO)]

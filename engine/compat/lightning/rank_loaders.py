@@ -1,4 +1,4 @@
-"""The loaders of a run as the user gave them, for user code that reads them outside of the loop."""
+"""A run's loaders as the user gave them, for user code that iterates over them outside of the loop."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from engine.step.window import Window
 
 
 class RankLoader:
-    """A loader of a run as one of several ranks reads it: its length is this rank's, and a pass over it gives this rank's batches, on the CPU,
-    whatever the run's own pass does. Other attributes are the user's loader's. All ranks begin a pass together.
+    """A loader of a run with several ranks: its length is this rank's, and iterating over it yields this rank's batches on the CPU, independently of
+    the run's own pass. Other attributes are those of the user's loader. All ranks must start a pass together.
     """
 
     def __init__(self, loader: Any, prepared: PreparedLoader | None, engine: Engine) -> None:
@@ -27,26 +27,27 @@ class RankLoader:
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in an epoch, without the settings' limits."""
-        length = (self._prepared or self._alone()).whole_length
+        """This rank's micro-batches per epoch, ignoring the limits in the settings."""
+        length = (self._prepared or self._independent_loader()).whole_length
         if length is None:
             raise TypeError(f"{type(self.loader).__name__} has no length")
         return length
 
     def __iter__(self) -> Iterator[Any]:
-        alone = self._alone()
+        independent = self._independent_loader()
         if self._prepared is not None:
-            alone.set_epoch(self._prepared.epoch)
-        return iter(alone)
+            independent.set_epoch(self._prepared.epoch)
+        return iter(independent)
 
-    def _alone(self) -> PreparedLoader:
+    def _independent_loader(self) -> PreparedLoader:
+        """A new prepared loader over the same data, independent of the run's."""
         engine = self._engine
         return PreparedLoader(self.loader, group=engine.data_group, window=Window(), seed=engine.seed, place=False)
 
 
-def shared_out(run: Run | BeforeRun, kind: str) -> Any:
-    """The ``"train"``, ``"validation"``, ``"test"`` or ``"predict"`` loaders of ``run`` in the form in which they were given: on one process
-    themselves, on several a :class:`RankLoader` for each; ``None`` before they are known.
+def loaders_as_given(run: Run | BeforeRun, kind: str) -> Any:
+    """The ``"train"``, ``"validation"``, ``"test"`` or ``"predict"`` loaders of ``run``, in the list, dict or other form in which they were given.
+    On one process they are the user's own objects, on several a :class:`RankLoader` for each; ``None`` before they are known.
     """
     if kind not in run.loaders.sources:
         return None

@@ -1,4 +1,4 @@
-"""The ``trainer`` of a Lightning project's YAML file, such as ``LightningCLI`` writes, as settings of this library."""
+"""Converts the section ``trainer`` of a Lightning project's YAML file, as ``LightningCLI`` writes it, to settings of this library."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from engine.compat.lightning.arguments import TRAINER
 from engine.config import yaml_text
 
 _NOTED = {name: argument.in_file for name, argument in TRAINER.items() if argument.in_file}
-"""Arguments that are objects, or have no meaning in a file."""
+"""Arguments that take objects, or have no meaning in a file -> the note about them."""
 _USUAL: dict[str, Any] = {
     name: None if argument.setting else argument.usual for name, argument in TRAINER.items() if not argument.in_file
 }
-"""The values of arguments that a file does not have. ``None``: the setting keeps its default, and is not written."""
+"""The default of each argument that a file may omit; with ``None`` the setting keeps our default, and is not written."""
 
 
 def read(path: Path) -> KeyFile:
-    """The settings, notes and refusals of a file with ``trainer: {max_epochs: 3, ...}``, or with these arguments alone.
+    """Read a file with ``trainer: {max_epochs: 3, ...}``, or with these arguments at its top level; return settings, notes and refusals.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -38,7 +38,9 @@ def read(path: Path) -> KeyFile:
     for name, note in _NOTED.items():
         file.note(name, note)
     trainer_arguments = {name: file.take_value(name, usual) for name, usual in _USUAL.items()}
-    trainer_arguments["check_val_every_n_epoch"] = inner.get("check_val_every_n_epoch", 1)  # null says something
+    trainer_arguments["check_val_every_n_epoch"] = inner.get(
+        "check_val_every_n_epoch", 1
+    )  # null differs from a missing key: it switches off validation by epochs
     if isinstance(trainer_arguments["strategy"], dict):
         trainer_arguments["strategy"] = _strategy(file, trainer_arguments["strategy"])
     refused = {name: argument.neutral for name, argument in TRAINER.items() if argument.neutral}
@@ -57,7 +59,7 @@ def read(path: Path) -> KeyFile:
 
 
 def _strategy(file: KeyFile, value: dict[str, Any]) -> Any:
-    """A strategy that is given by its class and arguments."""
+    """Translate a strategy that is given as ``class_path`` and ``init_args``."""
     kind, options = str(value.get("class_path", "")).rpartition(".")[2], value.get("init_args") or {}
     if kind not in strategies.CLASSES:
         file.refuse("strategy", f"has no counterpart; there are {', '.join(strategies.CLASSES)}, and names")

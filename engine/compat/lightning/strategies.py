@@ -19,7 +19,7 @@ from engine.strategies.fsdp import FSDP
 
 
 class AsBase(type):
-    """Metaclass of Lightning's names: a call creates an object of the base class. ``translate`` turns Lightning's arguments into ours."""
+    """Metaclass of classes with Lightning's names: a call creates an object of the base class. ``translate`` converts the arguments."""
 
     translate: Callable[[Any], dict[str, Any]]
 
@@ -51,7 +51,7 @@ class FSDPStrategy(FSDP, metaclass=AsBase):
 
 
 class SingleDeviceStrategy(Single):
-    """One process on ``device``: ``Trainer`` computes there."""
+    """A single process, which computes on ``device``."""
 
     @checking_arguments()
     def __init__(self, device: torch.device | str | int | None = None, **options: Any) -> None:
@@ -59,10 +59,10 @@ class SingleDeviceStrategy(Single):
         self.device = as_device("SingleDeviceStrategy", device)
 
     def trainer_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """``Trainer``'s ``arguments`` that ask for the device.
+        """The values of ``Trainer``'s arguments that select this device.
 
         Raises:
-            ValueError: they ask for another.
+            ValueError: ``arguments`` select another device.
         """
         if self.device is None:
             return {"strategy": "single_device"}

@@ -1,4 +1,4 @@
-"""``Trainer``: Lightning's arguments, methods and attributes over :class:`engine.Fit`."""
+"""``Trainer``: :class:`engine.Fit` with Lightning's arguments, methods and attributes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from engine.utils.text import terminal_text
 
 
 class Trainer(TrainerView):
-    """Trains as Lightning's ``Trainer`` does. Each argument becomes one of :class:`engine.Fit`, or is an error that names what to use.
+    """Trains as Lightning's ``Trainer`` does. Each argument is translated for :class:`engine.Fit`, or raises an error that says what to use.
 
     The attributes are in :class:`engine.compat.lightning.trainer_view.TrainerView`; they describe the current run, or the latest one.
     """
 
     result: Result | None = None
-    """Result of the latest training."""
+    """The result of the latest training."""
 
     # fmt: off
     @checking_arguments(but=("callbacks", "logger"))  # objects of other classes are adapted
@@ -78,8 +78,8 @@ class Trainer(TrainerView):
         self, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None,
         ckpt_path: Any = None, weights_only: bool | None = None,
     ) -> None:  # fmt: skip
-        """Train ``model``. ``ckpt_path``: resume from this checkpoint; ``"last"``: the newest, if there is one."""
-        model, loaders, datamodule = self._enter(model, train_dataloaders, datamodule)
+        """Train ``model``. ``ckpt_path``: the checkpoint to resume from; ``"last"``: the newest one, if there is any."""
+        model, loaders, datamodule = self._adapt_objects(model, train_dataloaders, datamodule)
         ckpt.check_complete(ckpt_path)
         with ckpt.readable("auto" if ckpt_path == "last" else ckpt_path, self._arguments["plugins"]) as resume:
             self.result = self._fit.run(model, loaders, val_dataloaders, datamodule=datamodule, resume=resume)
@@ -88,7 +88,7 @@ class Trainer(TrainerView):
         self, model: Any = None, dataloaders: Any = None, ckpt_path: Any = None, verbose: bool = True, datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:  # fmt: skip
-        """Run the validation; return a dict of metrics per loader. Without ``model``: the latest one, with its best checkpoint, if there is one."""
+        """Validate and return a dict of metrics per loader. Without ``model``, use the latest one, with its best checkpoint if there is one."""
         return self._evaluate("validate", model, dataloaders, ckpt_path, datamodule, verbose)
 
     def test(
@@ -101,7 +101,7 @@ class Trainer(TrainerView):
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, return_predictions: bool | None = None,
         ckpt_path: Any = None, weights_only: bool | None = None,
     ) -> list[Any] | None:  # fmt: skip
-        """The outputs of ``predict_step``, of all ranks in the data's order; one list per loader if there are several."""
+        """Return all ranks' outputs of ``predict_step`` in the order of the data; one list per loader if there are several."""
         keep = return_predictions is not False
         predictions = self._evaluate("predict", model, dataloaders, ckpt_path, datamodule, False, return_predictions=keep)
         return predictions if keep else None
@@ -109,6 +109,7 @@ class Trainer(TrainerView):
     def _evaluate(
         self, verb: str, model: Any, loaders: Any, ckpt_path: Any, datamodule: Any, verbose: bool, **options: Any
     ) -> Any:
+        """Call ``Fit``'s method ``verb`` with the arguments translated, print its metrics if asked to, and return its results."""
         if model is None:
             if self._module is None:
                 raise TypeError(f"{verb}() needs a model: this trainer has not trained one")
@@ -116,7 +117,7 @@ class Trainer(TrainerView):
             ckpt_path = ckpt_path or best or None
         if ckpt_path == "best":
             ckpt_path = getattr(self.checkpoint_callback, "best_model_path", None) or "best"
-        model, loaders, datamodule = self._enter(model, loaders, datamodule)
+        model, loaders, datamodule = self._adapt_objects(model, loaders, datamodule)
         with ckpt.readable(ckpt_path, self._arguments["plugins"]) as checkpoint:
             results = getattr(self._fit, verb)(model, loaders, datamodule=datamodule, checkpoint=checkpoint, **options)
         if verbose and self.progress_bar_callback is None:
@@ -125,7 +126,8 @@ class Trainer(TrainerView):
                 self.print(terminal_text(f"{verb} {number}: {text}", one_line=True))
         return results
 
-    def _enter(self, model: Any, loaders: Any, datamodule: Any) -> tuple[Any, Any, Any]:
+    def _adapt_objects(self, model: Any, loaders: Any, datamodule: Any) -> tuple[Any, Any, Any]:
+        """Adapt the objects of a run and give them this trainer; return model, loaders and data module. A data module may be given as ``loaders``."""
         if datamodule is None and hasattr(loaders, "prepare_data") and hasattr(loaders, "setup"):
             loaders, datamodule = None, loaders
         model, datamodule = adapt(model), adapt(datamodule)
@@ -137,25 +139,25 @@ class Trainer(TrainerView):
         return model, loaders, datamodule
 
     def attach_run(self, run: Run) -> None:
-        """Enter a ``run`` that starts; called by the module."""
+        """Make ``run``, which is starting, the trainer's current run; called by the module."""
         if run.world_size > 1 and not self._arguments["use_distributed_sampler"]:
             argument = "use_distributed_sampler"
             raise ValueError(f"Trainer({argument}=False) has no counterpart on {run.world_size} ranks{hint('setting', argument)}")
         if run.stage == "fit":
-            self._continue(run)
+            self._continue_counters(run)
             self._trained = run
         self._run, run.trainer = run, self
         for entry in self._loggers:
             if isinstance(entry, WrappedLogger):
                 entry.attach_run(run)
 
-    def _continue(self, run: Run) -> None:
-        """Count on from the training before, as Lightning's loops do, whose counters are the trainer's; a resumed run takes the checkpoint's."""
-        before = self._trained
-        if before is None:
+    def _continue_counters(self, run: Run) -> None:
+        """Continue the step and epoch counters of the previous training, as Lightning does; a resumed run then restores the checkpoint's."""
+        previous = self._trained
+        if previous is None:
             return
-        run.state.restore({"step": before.step, "epoch": before.epoch, "samples": before.samples})
-        if run.max_epochs is not None and before.epoch >= run.max_epochs and run.is_main_process:
+        run.state.restore({"step": previous.step, "epoch": previous.epoch, "samples": previous.samples})
+        if run.max_epochs is not None and previous.epoch >= run.max_epochs and run.is_main_process:
             logger.warning(
                 "Trainer.fit: max_epochs=%d was reached by the training before, so nothing is trained; a new Trainer starts again, and "
                 "trainer.fit_loop.max_epochs = n continues",
@@ -170,34 +172,34 @@ class Trainer(TrainerView):
     def save_checkpoint(  # type: ignore[override]
         self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None, *, pickle: bool = False
     ) -> None:
-        """Save the latest training as one file, in it and after it; all ranks call this together. A zip (:mod:`engine.checkpoint.one_file`), or
-        with ``pickle=True`` weights, hyperparameters and counters as Lightning reads them. ``weights_only``: without the optimizers.
+        """Save the current or latest training as one file; all ranks must call this. The file is a zip (:mod:`engine.checkpoint.one_file`), or with
+        ``pickle=True`` a pickle of weights, hyperparameters and counters that Lightning can read. ``weights_only``: without the optimizers.
         """
         if self._trained is None:
             raise RuntimeError("save_checkpoint() needs a model: this trainer has not trained one")
         run, path = self._trained, Path(filepath).absolute()
         if storage_options is not None or "://" in str(filepath):
             raise ValueError(f"save_checkpoint({filepath!r}): give a local path; ModelCheckpoint(dirpath=...) takes a URL")
-        whole = path.with_name(f".{path.name}.whole") if pickle else path
+        complete_file = path.with_name(f".{path.name}.whole") if pickle else path
         run.engine.settle()
         with run.optimizer_set.modes.evaluating():
-            everything = run.checkpoint_content()
-            content = replace(everything, optimizers={}) if weights_only or pickle else everything
-            run.checkpoints.save_at(whole, content, one_file=True, only_steps_change=True)
+            all_content = run.checkpoint_content()
+            content = replace(all_content, optimizers={}) if weights_only or pickle else all_content
+            run.checkpoints.save_at(complete_file, content, one_file=True, only_steps_change=True)
         if pickle and run.is_main_process:
-            ckpt.write_checkpoint(path, whole)
-            whole.unlink()
+            ckpt.write_checkpoint(path, complete_file)
+            complete_file.unlink()
         run.engine.wait_for_everyone()
 
     # -- attributes that differ from the view's -----------------------------------------------------------------------------------
 
-    device_ids = property(lambda self: [*range(self.num_devices)], doc="One for each process of this machine.")
-    callbacks = property(lambda self: self._callbacks, doc="Those given, and Lightning's default ones.")
-    loggers = property(lambda self: self._loggers, doc="Those given, or Lightning's default one.")
+    device_ids = property(lambda self: [*range(self.num_devices)], doc="One index per process of this machine.")
+    callbacks = property(lambda self: self._callbacks, doc="The given callbacks and Lightning's default ones.")
+    loggers = property(lambda self: self._loggers, doc="The given loggers, or Lightning's default one.")
     logger = property(lambda self: next(iter(self._loggers), None), doc="The first of :attr:`loggers`, or ``None``.")
     model = lightning_module = property(lambda self: original(self._module), doc="The module.")
     datamodule = property(lambda self: original(self._datamodule), doc="The data module, or ``None``.")
-    default_root_dir = property(lambda self: str(self._arguments["default_root_dir"] or "."), doc="As given.")
+    default_root_dir = property(lambda self: str(self._arguments["default_root_dir"] or "."), doc="The argument of this name.")
 
     @property
     def _training(self) -> Run | BeforeRun:
@@ -218,6 +220,7 @@ class Trainer(TrainerView):
 
 
 def _logger(logger: Any) -> Any:
+    """The logger to pass to ``Fit``: the one inside a wrapper, one of ours as it is, any other object adapted."""
     if isinstance(logger, WrappedLogger):
         return logger.ours
     return logger if isinstance(logger, Logger) else AdaptedLogger(logger)

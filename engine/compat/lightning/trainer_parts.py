@@ -1,4 +1,4 @@
-"""Objects that :class:`engine.compat.lightning.trainer_view.TrainerView` shows."""
+"""Objects that are attributes of :class:`engine.compat.lightning.trainer_view.TrainerView`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from engine.utils.extensions import attribute_error
 
 @dataclass(frozen=True)
 class TrainerState:
-    """State of a trainer in Lightning's words."""
+    """The state of a trainer, with Lightning's enums."""
 
     status: TrainerStatus
     fn: TrainerFn | None
     """The method that was called; ``None`` before the first call."""
     stage: RunningStage | None
-    """The part of the call that is under way; ``None`` if nothing is."""
+    """The stage that is running; ``None`` if nothing is."""
 
     @property
     def finished(self) -> bool:
-        """Whether the latest call has come to its end."""
+        """Whether the latest call has finished."""
         return self.status == "finished"
 
     @property
@@ -39,22 +39,22 @@ class TrainerState:
 
 
 class AcceleratorConnector:
-    """Devices that a trainer asks for: published packages read Lightning's private object of this name.
+    """The devices that a trainer uses, as a replacement for Lightning's private object of this name, which published packages read.
 
     Args:
         accelerator, devices: ``Fit``'s settings.
 
     Raises:
-        ValueError, RuntimeError: there is no such device here.
+        ValueError, RuntimeError: this machine has no such device.
     """
 
     def __init__(self, accelerator: str = "auto", devices: Any = "auto") -> None:
         kind = device_type(accelerator)
-        named = list(devices) if isinstance(devices, (list, tuple)) else range(count(kind, devices))
+        indices = list(devices) if isinstance(devices, (list, tuple)) else range(count(kind, devices))
         self._accelerator_flag = kind
-        self._devices_flag: int | list[int] = len(named) if kind == "cpu" else list(named)
-        self._parallel_devices = [torch.device("cpu") if kind == "cpu" else torch.device(kind, i) for i in named]
-        self.is_distributed = len(named) > 1
+        self._devices_flag: int | list[int] = len(indices) if kind == "cpu" else list(indices)
+        self._parallel_devices = [torch.device("cpu") if kind == "cpu" else torch.device(kind, i) for i in indices]
+        self.is_distributed = len(indices) > 1
 
 
 class StrategyView:
@@ -79,21 +79,21 @@ class StrategyView:
 
     @property
     def global_rank(self) -> int:
-        """This process's number in the job."""
+        """The rank of this process in the job."""
         return self._engine.process_index
 
     @property
     def local_rank(self) -> int:
-        """This process's number on its machine."""
+        """The rank of this process on its machine."""
         return self._engine.local_process_index
 
     @property
     def world_size(self) -> int:
-        """Processes of the job."""
+        """The number of processes in the job."""
         return self._engine.num_processes
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a file or a folder that ``TrainerView.save_checkpoint`` has written; rank 0 does it."""
+        """Delete a checkpoint file or folder that ``TrainerView.save_checkpoint`` has written; only rank 0 deletes it."""
         path = Path(filepath)
         if self.is_global_zero and path.exists():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -103,10 +103,10 @@ class StrategyView:
         self._engine.wait_for_everyone()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """``obj`` of the rank ``src``, on every rank (tensors in it on the CPU); all ranks call this."""
+        """Return the ``obj`` of rank ``src`` on every rank, with its tensors on the CPU; all ranks must call this."""
         return broadcast_object(self._engine.group, obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or with ``all=False`` any rank, passed a true ``decision``; all ranks call this."""
+        """Whether all ranks, or with ``all=False`` any rank, passed a true ``decision``; all ranks must call this."""
         votes = int(self._engine.reduce(torch.tensor(int(decision), device=self.root_device)))
         return votes == self.world_size if all else votes > 0

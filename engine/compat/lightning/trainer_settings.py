@@ -1,4 +1,4 @@
-"""Arguments of Lightning's ``Trainer`` as settings of :class:`engine.Fit`."""
+"""Translates the arguments of Lightning's ``Trainer`` to settings of :class:`engine.Fit`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_callbacks(arguments: Mapping[str, Any], kinds: Container[str]) -> None
         )
     for name, kind in DEFAULT_CALLBACKS.items():
         is_present, is_requested = kind in kinds, arguments[name]
-        # A given summary stays although Lightning's default one is switched off.
+        # enable_model_summary=False switches off only the default summary, not one that is given.
         if (is_present and is_requested is False and kind != "ModelSummary") or (bare and (is_present or is_requested)):
             raise ValueError(
                 f"Trainer({name}={is_requested}, barebones={bare}) contradicts the {kind} in callbacks, or the other: leave one out"
@@ -46,13 +46,13 @@ def check_callbacks(arguments: Mapping[str, Any], kinds: Container[str]) -> None
 
 
 def settings(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int | float, int | None] | None]:
-    """Settings for the ``arguments`` of ``Trainer``, except for its loggers, callbacks and profilers.
+    """Translate the ``arguments`` of ``Trainer``, except for its loggers, callbacks and profilers.
 
     Returns:
-        The settings, and ``val_check_interval`` with ``check_val_every_n_epoch`` where these count micro-batches, which no setting says.
+        The settings, and ``(val_check_interval, check_val_every_n_epoch)`` if these count micro-batches, which no setting can express.
 
     Raises:
-        ValueError: one has no counterpart, or contradicts another; the message names what to use.
+        ValueError: an argument has no counterpart, or contradicts another; the message says what to use.
     """
     reader(arguments["plugins"])
     for name, argument in TRAINER.items():
@@ -74,6 +74,7 @@ def settings(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int | 
 
 
 def _limits(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that end a training, with Lightning's default of 1000 epochs."""
     epochs, steps, time = arguments["max_epochs"], arguments["max_steps"], arguments["max_time"]
     if epochs is None and steps == -1 and time is None:
         epochs = 1000
@@ -83,6 +84,7 @@ def _limits(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _validation(arguments: Mapping[str, Any]) -> tuple[Any, tuple[int | float, int | None] | None]:
+    """``val_every``, or the interval and the epochs of validations that count micro-batches; the other of the two is ``None``."""
     value, epochs = arguments["val_check_interval"], arguments["check_val_every_n_epoch"]
     interval: Any = timedelta(**value) if isinstance(value, Mapping) else value
     in_time = isinstance(interval, (str, timedelta))

@@ -1,4 +1,4 @@
-"""``Trainer``'s arguments, with Lightning's names, values and defaults, as settings and callbacks of :class:`engine.Fit`."""
+"""Translates ``Trainer``'s arguments (Lightning's names, values and defaults) to settings and callbacks of :class:`engine.Fit`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import engine.callbacks as own
 from engine.compat.lightning import callbacks as named
 from engine.compat.lightning import trainer_settings as config
-from engine.compat.lightning.callback import lightnings
+from engine.compat.lightning.callback import lightning_base
 from engine.compat.lightning.loggers import CSVLogger, TensorBoardLogger
 from engine.compat.lightning.strategies import SingleDeviceStrategy
 from engine.config.kinds import wrong_type
@@ -22,30 +22,34 @@ _DEFAULTS = {
     "Checkpoint": named.ModelCheckpoint,
 }
 _MARKS = {"ProgressBar": "shows_progress", "Checkpoint": "is_checkpoint"}
-"""Kind of callback -> the attribute that marks it."""
+"""Kind of callback -> the attribute that is true for callbacks of this kind."""
 
 
 @dataclass
 class Translated:
-    """Lightning's arguments as ``Fit`` needs them."""
+    """Lightning's arguments, translated for ``Fit``."""
 
     settings: dict[str, Any]
     loggers: list[Any]
     callbacks: list[Any]
     """The user's callbacks and Lightning's default ones; the ones that save checkpoints come last."""
     other_callbacks: list[Any]
-    """A profiler, and the callback that counts validations in batches."""
+    """The profiler, and the callback that validates at intervals of micro-batches, if there are any."""
 
 
 def translate(arguments: Mapping[str, Any]) -> Translated:
-    """Translate ``Trainer``'s arguments; an error names one that has no counterpart or contradicts another, and what to use."""
+    """Translate ``Trainer``'s arguments.
+
+    Raises:
+        ValueError, TypeError: an argument has no counterpart, or contradicts another; the message says what to use.
+    """
     if isinstance(arguments["strategy"], SingleDeviceStrategy):
         arguments = {**arguments, **arguments["strategy"].trainer_arguments(arguments)}
     settings, batches = config.settings(arguments)
     loggers, profiler = _loggers(arguments), arguments["profiler"]
-    placed = next((logger.root_dir for logger in loggers if getattr(logger, "root_dir", None) is not None), None)
+    root_dir = next((logger.root_dir for logger in loggers if getattr(logger, "root_dir", None) is not None), None)
     if loggers:
-        settings["root_dir"] = placed or settings["root_dir"] / "lightning_logs"
+        settings["root_dir"] = root_dir or settings["root_dir"] / "lightning_logs"
     callbacks = _callbacks(arguments, settings)
     if isinstance(profiler, str):
         profiler = _PROFILERS[profiler]()
@@ -55,6 +59,7 @@ def translate(arguments: Mapping[str, Any]) -> Translated:
 
 
 def _loggers(arguments: Mapping[str, Any]) -> list[Any]:
+    """The loggers that the arguments ask for, or Lightning's default one."""
     value = arguments["logger"]
     if arguments["barebones"] or arguments["fast_dev_run"] or value is False:
         return []
@@ -71,6 +76,7 @@ def _loggers(arguments: Mapping[str, Any]) -> list[Any]:
 
 
 def _callbacks(arguments: Mapping[str, Any], settings: dict[str, Any]) -> list[Any]:
+    """The user's and Lightning's default callbacks; a schedule of accumulation windows among them goes into ``settings``."""
     value, bare = arguments["callbacks"], arguments["barebones"]
     callbacks = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
     kinds = {kind for kind in _DEFAULTS if any(_is_of(callback, kind) for callback in callbacks)}
@@ -88,8 +94,8 @@ def _callbacks(arguments: Mapping[str, Any], settings: dict[str, Any]) -> list[A
 
 
 def _is_of(callback: Any, kind: str) -> bool:
-    """Whether a callback is of a kind of :data:`_DEFAULTS`: one of this library, under its own or Lightning's name, or of the installed Lightning."""
+    """Whether a callback (ours, under our name or Lightning's, or one of the installed Lightning) is of a kind of :data:`_DEFAULTS`."""
     is_marked = (
         isinstance(callback, own.ModelSummary) if kind == "ModelSummary" else getattr(callback, _MARKS[kind], False)
     )
-    return bool(is_marked or isinstance(callback, getattr(named, kind)) or lightnings(type(callback), kind))
+    return bool(is_marked or isinstance(callback, getattr(named, kind)) or lightning_base(type(callback), kind))

@@ -1,4 +1,4 @@
-"""``self.trainer``: the run under the names of Lightning's ``Trainer``, for modules, data modules and callbacks that read them."""
+"""``self.trainer`` in modules, data modules and callbacks: the run under the names of Lightning's ``Trainer``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from engine.compat.lightning.before_run import BeforeRun
 from engine.compat.lightning.events import RunningStage, TrainerFn, TrainerStatus, original
-from engine.compat.lightning.logged_values import Values, live, live_shown, withheld
+from engine.compat.lightning.logged_values import Values, latest_shown, latest_values, names_withheld
 from engine.compat.lightning.loop_view import FitLoopView
 from engine.compat.lightning.names import OF_RUN, VIEW
-from engine.compat.lightning.rank_loaders import shared_out
+from engine.compat.lightning.rank_loaders import loaders_as_given
 from engine.compat.lightning.trainer_parts import AcceleratorConnector, StrategyView, TrainerState
 from engine.loop.run import Run
 from engine.loop.state import status_of
@@ -21,10 +21,10 @@ from engine.utils.extensions import attribute_error
 
 
 class TrainerView:
-    """A run as Lightning's ``Trainer`` shows it; ``run.trainer``, and ``self.trainer`` of a module and a data module.
+    """A run with the attributes of Lightning's ``Trainer``: ``run.trainer``, and ``self.trainer`` of a module or data module.
 
-    To read, except for ``should_stop = True``, :meth:`save_checkpoint`, :meth:`print`, and attributes of your own. Numbers without a limit are
-    ``-1`` and lengths that are not known infinite, as in Lightning. Nothing here costs anything in a step that does not read it.
+    Read-only, except for ``should_stop = True``, :meth:`save_checkpoint`, :meth:`print`, and attributes of your own. As in Lightning, a missing limit
+    is ``-1`` and an unknown length is infinite. A step that does not read the view pays nothing for it.
     """
 
     _run: Run | BeforeRun
@@ -33,7 +33,9 @@ class TrainerView:
         object.__setattr__(self, "_run", run)
 
     def __getattr__(self, name: str) -> NoReturn:
-        if hasattr(type(self), name):  # a property that failed: its own error says why, before a first run for example
+        if hasattr(
+            type(self), name
+        ):  # a property raised an AttributeError, before the first run for example: raise that error again
             object.__getattribute__(self, name)
         raise attribute_error(self, name, VIEW.get(name, OF_RUN))
 
@@ -46,50 +48,51 @@ class TrainerView:
 
     @property
     def _training(self) -> Run | BeforeRun:
-        """The training, under way or the latest, that evaluations since then do not hide."""
+        """The current or latest training, even if evaluations have run since."""
         return self._run
 
     # -- counters and limits ----------------------------------------------------------------------------------------------------
 
     @property
     def current_epoch(self) -> int:
-        """The epoch, from 0; after the training, the number of epochs that were started."""
+        """The current epoch, counted from 0; after the training, the number of epochs that were started."""
         return int(self._run.epoch)
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps so far."""
+        """The number of optimizer steps so far."""
         return int(self._run.step)
 
     @property
     def max_epochs(self) -> int:
-        """The training's end in epochs; -1: no such limit."""
+        """The maximum number of epochs; -1 if unlimited."""
         return -1 if self._run.max_epochs is None else int(self._run.max_epochs)
 
     @property
     def max_steps(self) -> int:
-        """The training's end in optimizer steps; -1: no such limit."""
+        """The maximum number of optimizer steps; -1 if unlimited."""
         return -1 if self._run.max_steps is None else int(self._run.max_steps)
 
     def set_limit(self, name: str, value: int | None) -> None:
-        """Let the training end at ``value`` for ``"max_epochs"`` or ``"max_steps"``; ``None``: no such limit. All ranks call this."""
+        """Set ``"max_epochs"`` or ``"max_steps"`` of the training to ``value``; ``None`` removes the limit. All ranks must call this."""
         self._run.set_limit(name, value)
 
     @property
     def min_epochs(self) -> int | None:
-        """``Fit``'s setting."""
+        """``Fit``'s setting ``min_epochs``."""
         epochs: int | None = self._run.settings.min_epochs
         return epochs
 
     @property
     def min_steps(self) -> int | None:
-        """``Fit``'s setting."""
+        """``Fit``'s setting ``min_steps``."""
         steps: int | None = self._run.settings.min_steps
         return steps
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """The optimizer steps of the whole training, for schedules such as OneCycleLR: exact, from ``setup`` on. Infinite if only a time ends it.
+        """The exact number of optimizer steps in the whole training, for schedules such as OneCycleLR; known from ``setup`` on. Infinite if only
+        ``max_time`` ends the training.
 
         Raises:
             ValueError: the training loader has no length, and there is no ``max_steps``.
@@ -105,28 +108,28 @@ class TrainerView:
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of this rank in an epoch, limits included; infinite: not known."""
+        """This rank's micro-batches per epoch, within the limits; infinite if unknown."""
         return _length(self._training.num_train_batches)
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Micro-batches of this rank in each validation loader, limits included; infinite: not known."""
+        """This rank's micro-batches in each validation loader, within the limits; infinite if unknown."""
         return self._lengths("fit", "sanity", "validate")
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Batches of the check before the training, for each validation loader."""
+        """This rank's micro-batches in the sanity check before the training, for each validation loader."""
         limit = self._run.settings.num_sanity_val_steps
         return [length if limit < 0 else min(length, limit) for length in self._lengths("fit", "sanity")]
 
     @property
     def num_test_batches(self) -> list[int | float]:
-        """Micro-batches of this rank in each test loader."""
+        """This rank's micro-batches in each test loader."""
         return self._lengths("test")
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """Micro-batches of this rank in each prediction loader."""
+        """This rank's micro-batches in each prediction loader."""
         return self._lengths("predict")
 
     def _lengths(self, *stages: str) -> list[int | float]:
@@ -134,7 +137,7 @@ class TrainerView:
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the training's micro-batch, under way or the latest, is the epoch's last.
+        """Whether the training's current or latest micro-batch is the last one of its epoch.
 
         Raises:
             ValueError: the training loader has no length.
@@ -167,16 +170,16 @@ class TrainerView:
 
     @property
     def check_val_every_n_epoch(self) -> int | None:
-        """Epochs from one validation to the next; 1 if there are several in an epoch, ``None`` if they do not follow epochs."""
+        """The number of epochs between validations; 1 if there are several per epoch, ``None`` if the interval is not in epochs."""
         every = self._run.settings.val_every
         return max(1, int(every.value)) if every is not None and every.unit == "epochs" else None
 
     @property
     def val_check_interval(self) -> int | float:
-        """The time from one validation to the next: a fraction of an epoch, or a number of micro-batches.
+        """The interval between validations: a fraction of an epoch (float), or a number of micro-batches (int).
 
         Raises:
-            ValueError: validations come by the clock, or never.
+            ValueError: the interval is in seconds, or there is no validation.
         """
         every = self._run.settings.val_every
         if every is None or every.unit == "seconds":
@@ -189,7 +192,7 @@ class TrainerView:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches of an optimizer step in this epoch."""
+        """The number of micro-batches per optimizer step in this epoch."""
         return int(self._run.window_at(self._run.state.epoch))
 
     @property
@@ -201,34 +204,33 @@ class TrainerView:
 
     @property
     def callback_metrics(self) -> Values:
-        """The latest value of every logged name, as tensors of shape () on the device. A value ``x`` that was logged ``on_step`` and ``on_epoch`` has
+        """The latest value of every logged name, as tensors of shape () on the device. A value ``x`` that is logged ``on_step`` and ``on_epoch`` has
         the names ``x``, ``x_step`` and ``x_epoch``.
 
-        Within a training step: this rank's value for the step so far; nobody waits for other ranks. In ``on_validation_epoch_end`` and from an
-        epoch's end on: over all ranks. In ``on_train_epoch_end``, where the epoch's values are computed when they are read, all ranks read them
-        together.
+        Within a training step, values are this rank's for the step so far, without communication. In ``on_validation_epoch_end``, and once an epoch
+        is over, they are over all ranks. In ``on_train_epoch_end`` reading them is a collective: all ranks must do it.
         """
-        values = live(self._run)
+        values = latest_values(self._run)
         return Values({name: _tensor(value, self._run.device) for name, value in values.items()})
 
     @property
     def logged_metrics(self) -> Values:
-        """:attr:`callback_metrics` without ``x`` where there is ``x_step`` or ``x_epoch``, and without what loggers do not get."""
+        """:attr:`callback_metrics` without ``x`` if there is ``x_step`` or ``x_epoch``, and without values logged with ``logger=False``."""
         metrics = self.callback_metrics
         forked = {name.removesuffix(end) for name in metrics for end in ("_step", "_epoch") if name.endswith(end)}
-        hidden = forked | withheld(self._run)
+        hidden = forked | names_withheld(self._run)
         return Values({name: value for name, value in metrics.items() if name not in hidden})
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Latest values logged with ``prog_bar=True``, as floats; waits for the device."""
-        return {name: float(value) for name, value in live_shown(self._run).items()}
+        """The latest values logged with ``prog_bar=True``, as floats; waits for the device."""
+        return {name: float(value) for name, value in latest_shown(self._run).items()}
 
     # -- stopping ---------------------------------------------------------------------------------------------------------------
 
     @property
     def should_stop(self) -> bool:
-        """Whether the training was asked to end before its planned end. Set it to True to ask: ``run.stop()``."""
+        """Whether somebody asked the training to stop early. Setting it to True asks for that, as ``run.stop()`` does."""
         training = self._training
         return training.stop_request is not None or status_of(training.stop_reason) == "stopped"
 
@@ -246,14 +248,14 @@ class TrainerView:
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether SIGTERM has reached some rank."""
+        """Whether any rank has received SIGTERM."""
         return bool(self._run.terminated)
 
-    # -- what is under way ------------------------------------------------------------------------------------------------------
+    # -- current stage ---------------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> TrainerState:
-        """The running call and its stage, in Lightning's words."""
+        """The method that is running and its stage, with Lightning's enums."""
         fn = "fit" if self._run.stage == "sanity" else str(self._run.stage)
         return TrainerState(
             TrainerStatus.INTERRUPTED if self.interrupted else TrainerStatus.RUNNING,
@@ -269,16 +271,23 @@ class TrainerView:
             return "validate" if self._run.evaluating else "train"
         return "sanity_check" if stage == "sanity" else stage
 
-    training = property(lambda self: self._stage == "train", doc="Training, outside of its validations.")
-    validating = property(lambda self: self._stage == "validate", doc="Validating, in a training or alone.")
-    testing = property(lambda self: self._stage == "test", doc="Testing.")
-    predicting = property(lambda self: self._stage == "predict", doc="Predicting.")
-    sanity_checking = property(lambda self: self._stage == "sanity_check", doc="The check before the training.")
+    training = property(
+        lambda self: self._stage == "train", doc="Whether a training is running, outside of its validations."
+    )
+    validating = property(
+        lambda self: self._stage == "validate", doc="Whether a validation is running, in a training or alone."
+    )
+    testing = property(lambda self: self._stage == "test", doc="Whether a test is running.")
+    predicting = property(lambda self: self._stage == "predict", doc="Whether a prediction is running.")
+    sanity_checking = property(
+        lambda self: self._stage == "sanity_check", doc="Whether the sanity check before the training is running."
+    )
     evaluating = property(
-        lambda self: self._stage in ("validate", "test", "sanity_check"), doc="Validating or testing."
+        lambda self: self._stage in ("validate", "test", "sanity_check"),
+        doc="Whether a validation, a test or the sanity check is running.",
     )
 
-    fit_loop = property(lambda self: FitLoopView(self), doc="What modules read of Lightning's loops.")
+    fit_loop = property(lambda self: FitLoopView(self), doc="The parts of Lightning's loops that modules read.")
 
     # -- objects ----------------------------------------------------------------------------------------------------------------
 
@@ -290,16 +299,17 @@ class TrainerView:
         lambda self: list(self._run.schedulers), doc="Schedulers with ``scheduler``, ``interval``, ``monitor``, ..."
     )
     train_dataloader = property(
-        lambda self: shared_out(self._run, "train"), doc="As it was given; see :func:`shared_out`."
+        lambda self: loaders_as_given(self._run, "train"), doc="The training loaders; see :func:`loaders_as_given`."
     )
     val_dataloaders = property(
-        lambda self: shared_out(self._run, "validation"), doc="As they were given; see :func:`shared_out`."
+        lambda self: loaders_as_given(self._run, "validation"),
+        doc="The validation loaders; see :func:`loaders_as_given`.",
     )
     test_dataloaders = property(
-        lambda self: shared_out(self._run, "test"), doc="As they were given; see :func:`shared_out`."
+        lambda self: loaders_as_given(self._run, "test"), doc="The test loaders; see :func:`loaders_as_given`."
     )
     predict_dataloaders = property(
-        lambda self: shared_out(self._run, "predict"), doc="As they were given; see :func:`shared_out`."
+        lambda self: loaders_as_given(self._run, "predict"), doc="The prediction loaders; see :func:`loaders_as_given`."
     )
     callbacks = property(
         lambda self: [original(callback) for callback in self._run.callbacks],
@@ -338,19 +348,22 @@ class TrainerView:
     # -- ranks ------------------------------------------------------------------------------------------------------------------
 
     strategy = property(
-        lambda self: StrategyView(self._run.engine), doc="Its ``root_device``, ``barrier`` and ``broadcast``."
+        lambda self: StrategyView(self._run.engine),
+        doc="A view of the strategy with ``root_device``, ``barrier`` and ``broadcast``.",
     )
     is_global_zero = property(lambda self: self._run.is_main_process, doc="Whether this is rank 0.")
-    global_rank = property(lambda self: self._run.rank, doc="This process's number in the job.")
-    local_rank = property(lambda self: self._run.local_rank, doc="This process's number on its machine.")
-    world_size = property(lambda self: self._run.world_size, doc="Processes of the job.")
-    node_rank = property(lambda self: self._run.rank // self.num_devices, doc="This machine's number in the job.")
+    global_rank = property(lambda self: self._run.rank, doc="The rank of this process in the job.")
+    local_rank = property(lambda self: self._run.local_rank, doc="The rank of this process on its machine.")
+    world_size = property(lambda self: self._run.world_size, doc="The number of processes in the job.")
+    node_rank = property(lambda self: self._run.rank // self.num_devices, doc="The rank of this machine in the job.")
     device_ids = property(
-        lambda self: _device_ids(self._run), doc="Numbers of the devices that this machine's processes use."
+        lambda self: _device_ids(self._run), doc="The indices of the devices that this machine's processes use."
     )
-    num_nodes = property(lambda self: self._run.engine.group.environment.num_nodes, doc="Machines of the job.")
+    num_nodes = property(
+        lambda self: self._run.engine.group.environment.num_nodes, doc="The number of machines in the job."
+    )
     num_devices = property(
-        lambda self: self._run.engine.group.environment.local_world_size, doc="Processes of this machine."
+        lambda self: self._run.engine.group.environment.local_world_size, doc="The number of processes on this machine."
     )
 
     @property
@@ -364,24 +377,24 @@ class TrainerView:
 
     @property
     def log_dir(self) -> str:
-        """The first logger's folder, or the run's."""
+        """The folder of the first logger that has one, or of the run."""
         folder = getattr(self.logger, "log_dir", None)
         return str(self._run.folder) if folder is None else str(folder)
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that this run resumed from, or took its weights from."""
+        """The checkpoint that this run resumed from or loaded its weights from."""
         return None if self._run.loaded_from is None else str(self._run.loaded_from)
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool | None = None) -> Path | str:
-        """Save everything that the run needs to continue, as a folder of this name; all ranks call this together.
+        """Save a checkpoint with everything that resuming needs, as a folder named ``filepath``; all ranks must call this.
 
         Args:
-            filepath: a path or a URL; a name alone is one in the run's folder of checkpoints.
-            weights_only: checkpoints are complete; :class:`engine.Resume` can take only the weights of one.
+            filepath: a path or a URL; a bare name is relative to the run's checkpoint folder.
+            weights_only: must not be true: checkpoints are complete, and :class:`engine.Resume` can load only the weights of one.
 
         Returns:
-            Where it is.
+            The path or URL of the checkpoint.
 
         Raises:
             ValueError: ``weights_only=True``.
@@ -391,8 +404,8 @@ class TrainerView:
                 "save_checkpoint(weights_only=True): checkpoints are complete; engine.Resume(path, weights_only=True) takes the weights alone, and "
                 "'fit checkpoint export' writes them"
             )
-        place: Path | str = self._run.save_checkpoint_at(filepath)
-        return place
+        path: Path | str = self._run.save_checkpoint_at(filepath)
+        return path
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print``, on rank 0 only."""

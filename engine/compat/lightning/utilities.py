@@ -1,4 +1,4 @@
-"""Lightning's small helpers and types: ``utilities`` with its submodules, ``trainer.states``, ``tuner``, ``accelerators``."""
+"""Lightning's small helpers and types, from ``utilities`` and its submodules, ``trainer.states``, ``tuner``, ``accelerators`` and others."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ GradClipAlgorithmType = StrEnum("GradClipAlgorithmType", {"VALUE": "value", "NOR
 
 
 def seed_everything(value: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """:func:`engine.seed_everything`; ``None``: ``PL_GLOBAL_SEED``, else 0. Loaders' ``workers`` have seeds of their own in any case."""
+    """Call :func:`engine.seed_everything`; ``None`` means the variable ``PL_GLOBAL_SEED``, or 0. ``workers`` is ignored: they are always seeded."""
     return seed.seed_everything(int(os.environ.get("PL_GLOBAL_SEED", 0)) if value is None else value)
 
 
@@ -59,15 +59,15 @@ rank_zero_warn = rank_zero_deprecation = rank_zero_only(functools.partial(warnin
 
 
 def is_overridden(method_name: str, instance: Any, parent: type | None = None) -> bool:
-    """Whether ``instance`` overrides this method of ``parent``, by default of our class."""
+    """Whether ``instance`` overrides the method of ``parent``, by default of our base class of the instance."""
     kinds = (kind for kind in (TrainModule, DataModule, Callback) if isinstance(instance, kind))
     return overridden(instance, method_name, parent or next(kinds, object))
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Tensor]:
-    """The norm of each parameter's gradient as it is now, in this process, and of all together; names as in Lightning.
+    """The norm of each parameter's current gradient in this process, and the total norm, under Lightning's names.
 
-    :meth:`engine.Engine.grad_norms` is for gradients that are still sharded, scaled or not divided by their window.
+    :meth:`engine.Engine.grad_norms` handles gradients that are sharded, scaled, or not yet divided by their accumulation window.
     """
     kind = float(norm_type)
     norms = {n: p.grad.detach().norm(kind) for n, p in module.named_parameters() if p.grad is not None}

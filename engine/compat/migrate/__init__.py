@@ -1,1 +1,1 @@
-"""The report of ``fit migrate``: where sources use Lightning and Accelerate, and what each use is here. The sources are read, never run."""
+"""The report of ``fit migrate``: where a project uses Lightning and Accelerate, and what to use here. Its sources are parsed, never run."""

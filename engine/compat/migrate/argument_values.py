@@ -1,4 +1,4 @@
-"""Values that a call has literally, and that a run would refuse. What is computed is known only when a script runs, and is left out."""
+"""Finds literal argument values that a run would reject. Computed values are known only when a script runs, and are skipped."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from engine.compat.migrate.imports import ClassInfo
 from engine.compat.migrate.stand_ins import stand_in
 from engine.metrics.log_options import LogArguments, options_of
 
-_NOTHING_ASKED = LogArguments(False, None, None, None, "mean", False, None, True, None, False, None)
+_DEFAULT_OPTIONS = LogArguments(False, None, None, None, "mean", False, None, True, None, False, None)
 
 
 def literals(call: ast.Call, parameters: Signature) -> dict[str, Any]:
-    """The arguments of a call that are literals, by name."""
-    places = [
+    """The arguments of a call that are literals, by name; positional ones are named after ``parameters``."""
+    positional_names = [
         parameter.name
         for parameter in parameters.parameters.values()
         if parameter.name != "self" and parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     ]
     arguments = [
-        *zip(places, call.args, strict=False),
+        *zip(positional_names, call.args, strict=False),
         *((parameter.arg, parameter.value) for parameter in call.keywords),
     ]
     values: dict[str, Any] = {}
@@ -39,10 +39,10 @@ def literals(call: ast.Call, parameters: Signature) -> dict[str, Any]:
 
 
 def trainer_arguments(call: ast.Call, parameters: Signature) -> str:
-    """Why ``Trainer`` of ``engine.interop.lightning`` refuses the values; empty when it does not."""
+    """Why ``engine.interop.lightning.Trainer`` would reject the literal arguments of a call; empty if it accepts them."""
     arguments = {name: parameter.default for name, parameter in parameters.parameters.items()}
     arguments |= {name: value for name, value in literals(call, Signature()).items() if name in arguments}
-    # Callbacks and loggers are objects: they are not made here.
+    # Callbacks and loggers are objects, which are not created here.
     arguments |= {"callbacks": None, "logger": False, "enable_checkpointing": None}
     try:
         settings(arguments)
@@ -53,21 +53,21 @@ def trainer_arguments(call: ast.Call, parameters: Signature) -> str:
 
 
 def log_options(call: ast.Call, parameters: Signature) -> str:
-    """Why a run refuses the options of ``log`` or ``log_dict``; empty when it does not."""
+    """Why a run would reject the literal options of a call of ``log`` or ``log_dict``; empty if it accepts them."""
     values = literals(call, parameters)
     options = {name: values[name] for name in LogArguments._fields if name in values and name != "sync_dist_group"}
     try:
-        options_of(values.get("name", "..."), _NOTHING_ASKED._replace(**options), True, True, 1)
+        options_of(values.get("name", "..."), _DEFAULT_OPTIONS._replace(**options), True, True, 1)
     except ValueError as error:
         return str(error)
     return ""
 
 
 def constructor(call: ast.Call, classes: Sequence[Any]) -> str:
-    """Why none of ``classes``, all callbacks, can be made with the arguments of the call, if all are literals; empty: one can, or it is not known.
+    """Why none of the callback classes ``classes`` accepts the arguments of the call; empty if one does, or if an argument is not a literal.
 
-    The classes are stand-ins. What they stand for is imported, ours first, and the next only where one refuses the values: the callbacks that most
-    projects make (checkpoints, early stopping, progress bars, learning rates) do not import torch.
+    ``classes`` are stand-ins. The real classes are imported, ours first, and the next only if the one before rejects the values: the callbacks
+    that most projects use (checkpoints, early stopping, progress bars, learning rates) do not import torch.
     """
     if not all(
         isinstance(candidate, type) and issubclass(candidate, stand_in("engine.Callback")) for candidate in classes
@@ -85,13 +85,13 @@ def constructor(call: ast.Call, classes: Sequence[Any]) -> str:
     if len(options) < len(call.keywords):
         return ""
     refusal = ""
-    for stand in sorted(classes, key=lambda cls: not cls.__module__.startswith("callbacks.")):
-        cls = getattr(importlib.import_module(stand.__module__), stand.__name__)
+    for stand_in_class in sorted(classes, key=lambda cls: not cls.__module__.startswith("callbacks.")):
+        cls = getattr(importlib.import_module(stand_in_class.__module__), stand_in_class.__name__)
         try:
             cls(*args, **options)
         except ValueError as error:
             refusal = refusal or str(error)
-        except Exception:  # a package that is missing here, for example
+        except Exception:  # for example because a package is not installed
             return ""
         else:
             return ""
@@ -99,7 +99,7 @@ def constructor(call: ast.Call, classes: Sequence[Any]) -> str:
 
 
 def after_validation(name: str, call: ast.Call, parameters: Signature) -> str:
-    """Why Lightning's callback ``name`` fails in a training with validation, when it is made by ``call``; empty when it does not fail."""
+    """Why Lightning's callback ``name``, constructed by ``call``, would fail in a training with validation; empty if it would not."""
     values = literals(call, parameters)
     monitors = values.get("monitor") or any(
         keyword.arg == "monitor" and keyword.arg not in values for keyword in call.keywords
@@ -114,7 +114,7 @@ def after_validation(name: str, call: ast.Call, parameters: Signature) -> str:
 
 
 def follows_validation(config: ast.Dict, cls: ClassInfo) -> bool:
-    """Whether a dict in a module configures a ``ReduceLROnPlateau`` that steps with the optimizer and follows what validation logs."""
+    """Whether a dict literal in ``cls`` configures a ``ReduceLROnPlateau`` that steps with the optimizer and monitors a validation metric."""
     entries = {
         key.value: value for key, value in zip(config.keys, config.values, strict=True) if isinstance(key, ast.Constant)
     }
@@ -131,7 +131,7 @@ def follows_validation(config: ast.Dict, cls: ClassInfo) -> bool:
 
 
 def _logged_by_validation(cls: ClassInfo) -> set[str]:
-    """The names that a module's validation methods log literally."""
+    """The metric names that a module's validation methods log, where the name is a literal."""
     methods = (node for heir in cls.family for name, node in heir.methods.items() if "validation" in name)
     calls = (node for method in methods for node in ast.walk(method) if isinstance(node, ast.Call) and node.args)
     names = (call.args[0] for call in calls if getattr(call.func, "attr", "") == "log")

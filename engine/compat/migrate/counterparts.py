@@ -1,4 +1,4 @@
-"""Counterparts of Lightning's and Accelerate's names: a name of ``engine``, one of ``engine.interop``, or an answer."""
+"""Counterparts of Lightning's and Accelerate's names: an object of ``engine``, one of ``engine.interop``, or advice."""
 
 from __future__ import annotations
 
@@ -15,67 +15,72 @@ from engine.compat.migrate.stand_ins import module, stand_in
 
 AS_IS, INTEROP, CHANGE = "as is", "interop", "change"
 """The verdicts, from the best to the worst: works with ``engine``, works through ``engine.interop``, needs a change."""
-INTEROP_OF = {
+INTEROP_PACKAGES = {
     **dict.fromkeys(("lightning", "fabric"), "engine.interop.lightning"),
     "accelerate": "engine.interop.accelerate",
 }
 RENAMED = lightning.RENAMED | accelerate.RENAMED
-"""Names of the libraries, and what ``engine`` has in their place."""
+"""The libraries' names of classes and functions -> the names in ``engine``."""
 
 
 @dataclass(frozen=True)
 class Counterpart:
-    """The counterpart of a name: ``where`` it is, and the object, if there is one.
+    """The counterpart of a library's name: its objects in ``engine`` and ``engine.interop``, if there are any.
 
-    ``refused``: what to do instead of making an object of a class that can only be named.
+    ``sentence``: where the counterpart is, or what to do if there is none. ``refused``: what to do instead of instantiating the
+    counterpart, if it is a class that can only be imported.
     """
 
     verdict: str
-    where: str
-    plain: Any = None
-    translated: Any = None
+    sentence: str
+    engine_object: Any = None
+    interop_object: Any = None
     refused: str = ""
 
 
 @functools.cache
 def counterpart(api: Api) -> Counterpart:
-    """Find what stands for a class or a function of the libraries."""
-    plain, where = plain_counterpart(api)
-    drop_in, place = translated(api)
+    """Find the counterpart of a library's class or function."""
+    engine_object, engine_path = find_in_engine(api)
+    interop_object, interop_path = find_in_interop(api)
     if (
         api.library == "lightning"
         and api.path.startswith("callbacks.")
         and api.name in lightning.BOUND
-        and drop_in is not None
+        and interop_object is not None
     ):
-        return Counterpart(INTEROP, f"{place}, or {lightning.BOUND[api.name]}", None, drop_in, refused(drop_in))
-    if plain is not None:
-        return Counterpart(AS_IS, where, plain, drop_in)
-    if drop_in is not None:
-        return Counterpart(INTEROP, place, None, drop_in, refused(drop_in))
+        return Counterpart(
+            INTEROP, f"{interop_path}, or {lightning.BOUND[api.name]}", None, interop_object, refused(interop_object)
+        )
+    if engine_object is not None:
+        return Counterpart(AS_IS, engine_path, engine_object, interop_object)
+    if interop_object is not None:
+        return Counterpart(INTEROP, interop_path, None, interop_object, refused(interop_object))
     part = api.path.split(".")[0]
     sentence = (
-        "it is private there" if api.name.startswith("_") else f"{INTEROP_OF[api.library]} has nothing of this name"
+        "it is private there"
+        if api.name.startswith("_")
+        else f"{INTEROP_PACKAGES[api.library]} has nothing of this name"
     )
     return Counterpart(CHANGE, lightning.PARTS.get(part, sentence))
 
 
 def refused(counterpart: object) -> str:
-    """The sentence about a class that can only be named, not made; empty for every other object."""
+    """Say what to do instead of instantiating a class that can only be imported; empty for every other object."""
     return str(vars(counterpart).get("refused", "")).rstrip(".") if inspect.isclass(counterpart) else ""
 
 
 @functools.cache
 def is_package(api: Api) -> bool:
-    """Tell whether the name is only a part of the library, which says nothing by itself."""
+    """Whether the name is only a package or a module of the library, whose use alone needs no verdict."""
     if not api.path or api.name.islower():
-        value = translated(api)[0]
+        value = find_in_interop(api)[0]
         return isinstance(value, ModuleType) or (value is None and (not api.path or api.path in lightning.SAME_PARTS))
     return False
 
 
-def plain_counterpart(api: Api) -> tuple[Any, str]:
-    """Find the object of ``engine`` or ``callbacks`` that stands for the name, and where it is."""
+def find_in_engine(api: Api) -> tuple[Any, str]:
+    """Find the counterpart of the name in ``engine`` or ``callbacks``; return the object and its dotted path, or ``(None, "")``."""
     head, _, name = api.path.rpartition(".")
     if name in RENAMED:
         return stand_in(f"engine.{RENAMED[name]}"), f"engine.{RENAMED[name]}"
@@ -87,11 +92,11 @@ def plain_counterpart(api: Api) -> tuple[Any, str]:
     return None, ""
 
 
-def translated(api: Api) -> tuple[Any, str]:
-    """Find the object of the name in ``engine.interop``, and where it is."""
-    package = INTEROP_OF[api.library]
+def find_in_interop(api: Api) -> tuple[Any, str]:
+    """Find the counterpart of the name in ``engine.interop``; return the object and its dotted path, or ``(None, "")``."""
+    package = INTEROP_PACKAGES[api.library]
     *head, name = api.path.split(".")
-    for length in range(len(head), -1, -1):  # its own place first, then a shorter one
+    for length in range(len(head), -1, -1):  # the module of the same path first, then its parents
         place = ".".join([package, *head[:length]])
         owner = module(place)
         value = None if owner is None else getattr(owner, name, None) if name else owner

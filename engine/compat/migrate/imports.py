@@ -1,4 +1,4 @@
-"""Meanings of the names in a source: a class of the sources, or something of Lightning's or Accelerate's, through aliases and re-exports."""
+"""Resolves the names in a source, through aliases and re-exports, to the sources' own classes or to names of Lightning and Accelerate."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ ROOTS = {
     "lightning": "lightning",
     "accelerate": "accelerate",
 }
-"""Packages whose use is reported, the longer name first, and the library that each belongs to."""
-_DEPTH = 20
-"""Re-exports followed from one name: more than any package has, so that a circle ends."""
-_NEAREST = 50
-"""Classes of a family that are looked at: more than anybody writes, so that the time for a long line of classes does not grow with its square."""
+"""Packages whose use is reported -> their library. Longer names come first, because the first match counts."""
+_REEXPORT_LIMIT = 20
+"""The maximum number of re-exports to follow from one name: more than any package has, so that circular imports end."""
+_FAMILY_LIMIT = 50
+"""The maximum number of classes in a family: more than anybody writes, so that a long chain of classes does not take quadratic time."""
 
 
 @dataclass(frozen=True)
 class Api:
-    """A name of one of the libraries: ``Api("lightning", "callbacks.ModelCheckpoint")``; an empty path is the package itself."""
+    """A name that a library defines: ``Api("lightning", "callbacks.ModelCheckpoint")``; an empty path is the package itself."""
 
     library: str
     path: str
@@ -40,47 +40,49 @@ class Api:
 
 @dataclass(eq=False)
 class ClassInfo:
-    """A class of the sources; ``name`` is qualified within its module."""
+    """A class that a source defines; ``name`` is its qualified name within the module."""
 
     name: str
     source: Source
     node: ast.ClassDef
     bases: list[Api | ClassInfo | None] = field(default_factory=list)
-    """One for each base: ``None`` for those that are neither in the sources nor in one of the libraries."""
-    distant: list[Api] = field(default_factory=list)
-    """Classes of the libraries among the bases of one of its ancestors, the nearest with any, however far that is."""
+    """One entry per base class; ``None`` for a base that is neither in the sources nor in one of the libraries."""
+    distant_library_bases: list[Api] = field(default_factory=list)
+    """The library bases of the nearest ancestor that has any, at any distance (``family`` is limited to the nearest classes)."""
 
     @cached_property
     def family(self) -> list[ClassInfo]:
-        """This class and its base classes in the sources, at any distance: the nearest :data:`_NEAREST`."""
+        """This class and its direct and indirect bases in the sources, nearest first, at most :data:`_FAMILY_LIMIT`."""
         classes, visited = [self], {self}
         for cls in classes:  # grows while it is walked
             bases = [base for base in cls.bases if isinstance(base, ClassInfo) and base not in visited]
             classes += dict.fromkeys(bases)
             visited.update(bases)
-            if len(classes) >= _NEAREST:
+            if len(classes) >= _FAMILY_LIMIT:
                 break
-        return classes[:_NEAREST]
+        return classes[:_FAMILY_LIMIT]
 
     @cached_property
-    def foreign(self) -> list[Api]:
-        """The libraries' classes that it inherits from, directly or through others."""
-        near = dict.fromkeys(base for cls in self.family for base in cls.bases if isinstance(base, Api))
-        return list(near) or self.distant
+    def library_bases(self) -> list[Api]:
+        """The library classes that this class inherits from, directly or indirectly."""
+        library_bases = dict.fromkeys(base for cls in self.family for base in cls.bases if isinstance(base, Api))
+        return list(library_bases) or self.distant_library_bases
 
     @cached_property
     def methods(self) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+        """The methods in the class's own body, by name."""
         return {
             statement.name: statement for statement in statements(self.node.body) if isinstance(statement, _FUNCTIONS)
         }
 
     @cached_property
     def class_attributes(self) -> set[str]:
+        """The names that the class's own body assigns."""
         return {name for statement in statements(self.node.body) for name in _targets(statement)}
 
     @cached_property
     def set_on_self(self) -> dict[str, ast.expr | None]:
-        """Attributes that its methods assign to their first argument, and what they are set to, where that is plain."""
+        """Attributes that the class's methods set on ``self`` -> the assigned expression; ``None`` if there is no single one."""
         values: dict[str, ast.expr | None] = {}
         for method in self.methods.values():
             first = first_argument(method)
@@ -102,17 +104,17 @@ class ClassInfo:
 
     @cached_property
     def own_names(self) -> set[str]:
-        """Every name that this class or one of its bases in the sources defines."""
+        """All names that this class or one of its bases in the sources defines."""
         return {name for cls in self.family for name in (*cls.methods, *cls.class_attributes, *cls.set_on_self)}
 
 
 Meaning: TypeAlias = "Api | ClassInfo | str | None"
-"""The meaning of a name; a ``str`` is a dotted name that belongs to none of the sources and libraries."""
+"""The object that a name refers to; a ``str`` is the dotted name of a module of the sources, or one that belongs to no source and no library."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Names:
-    """The names of all sources together."""
+    """Resolves names across all sources."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.modules = {source.module: source for source in sources}
@@ -134,36 +136,36 @@ class Names:
 
     @cached_property
     def of_node(self) -> dict[int, ClassInfo]:
-        """The classes by the ``id`` of their nodes."""
+        """The ``id`` of a class's node -> the class."""
         return {id(cls.node): cls for cls in self.classes}
 
     @cached_property
-    def own_of_trainers(self) -> set[str]:
-        """Names that the sources' subclasses of ``Trainer`` define."""
-        trainers = (cls for cls in self.classes if any(base.name == "Trainer" for base in cls.foreign))
+    def names_of_trainer_subclasses(self) -> set[str]:
+        """The names that user-defined subclasses of ``Trainer`` define."""
+        trainers = (cls for cls in self.classes if any(base.name == "Trainer" for base in cls.library_bases))
         return {name for cls in trainers for name in cls.own_names}
 
     def _find_distant(self) -> None:
-        """Fill ``distant`` of all classes."""
+        """Fill ``distant_library_bases`` of all classes, breadth first from the classes with library bases."""
         derived: dict[ClassInfo, list[ClassInfo]] = {}
         for cls in self.classes:
-            cls.distant = [base for base in cls.bases if isinstance(base, Api)]
+            cls.distant_library_bases = [base for base in cls.bases if isinstance(base, Api)]
             for base in cls.bases:
                 if isinstance(base, ClassInfo):
                     derived.setdefault(base, []).append(cls)
-        reached = [cls for cls in self.classes if cls.distant]
+        reached = [cls for cls in self.classes if cls.distant_library_bases]
         for cls in reached:  # grows while it is walked
             for inner in derived.get(cls, ()):
-                if not inner.distant:
-                    inner.distant = cls.distant
+                if not inner.distant_library_bases:
+                    inner.distant_library_bases = cls.distant_library_bases
                     reached.append(inner)
 
     def meaning(self, expression: ast.expr, source: Source, depth: int = 0) -> Meaning:
-        """The meaning of a dotted expression of ``source``."""
-        if depth > _DEPTH:
+        """Find what a (dotted) name, a subscript or a quoted annotation in ``source`` refers to; ``depth``: the re-exports followed so far."""
+        if depth > _REEXPORT_LIMIT:
             return None
         if isinstance(expression, ast.Name):
-            return self._named(expression.id, source.module, depth + 1)
+            return self._resolve(expression.id, source.module, depth + 1)
         if isinstance(expression, ast.Attribute):
             owner = self.meaning(expression.value, source, depth + 1)
             if isinstance(owner, Api):
@@ -182,7 +184,7 @@ class Names:
         return None
 
     def _bases(self, expression: ast.expr, source: Source) -> Iterator[Api | ClassInfo | None]:
-        # `Base if installed else object`, `(Base or object)`: whichever of them is known
+        """Yield what a base expression refers to; each alternative of `Base if installed else object` and `(Base or object)`."""
         choices = [expression]
         if isinstance(expression, ast.IfExp):
             choices = [expression.body, expression.orelse]
@@ -193,7 +195,7 @@ class Names:
             yield base if isinstance(base, (Api, ClassInfo)) else None
 
     def _table(self, source: Source) -> tuple[dict[str, ast.expr | str | ClassInfo], list[str]]:
-        """The values of the names at the top of a module, and the modules of its star imports."""
+        """The module-level names of ``source`` with their imports, aliases or classes, and the modules of its star imports."""
         table: dict[str, ast.expr | str | ClassInfo] = {}
         stars: list[str] = []
         for node in ast.walk(source.tree):  # imports in functions too: a name has one meaning in nearly every file
@@ -219,26 +221,28 @@ class Names:
     def _add_classes(
         self, body: Iterable[ast.stmt], source: Source, prefix: str, table: dict[str, ast.expr | str | ClassInfo]
     ) -> None:
+        """Record the classes in ``body``, nested ones too, in ``classes`` and ``table``; ``prefix``: the qualified name of the enclosing scope."""
         for statement in statements(body):
             if isinstance(statement, ast.ClassDef):
                 cls = ClassInfo(prefix + statement.name, source, statement)
                 self.classes.append(cls)
                 self._nested.setdefault((source.module, statement.name), []).append(cls)
-                # A class that stands in for one that cannot be imported does not hide the import.
+                # A fallback class, for when an import fails, does not hide the import.
                 if not isinstance(table.get(statement.name), str) or prefix:
                     table[statement.name if not prefix else cls.name] = cls
                 self._add_classes(statement.body, source, f"{cls.name}.", table)
             elif isinstance(statement, _FUNCTIONS):
                 self._add_classes(statement.body, source, f"{prefix}{statement.name}.", table)
 
-    def _named(self, name: str, module: str, depth: int) -> Meaning:
+    def _resolve(self, name: str, module: str, depth: int) -> Meaning:
         key = module, name
         if key not in self._looked_up:
             self._looked_up[key] = self._look_up(name, module, depth)
         return self._looked_up[key]
 
     def _look_up(self, name: str, module: str, depth: int) -> Meaning:
-        if depth > _DEPTH or module not in self._tables:
+        """Find what ``name`` refers to in ``module``: its own entry, a submodule, a star import, or a class nested in a function."""
+        if depth > _REEXPORT_LIMIT or module not in self._tables:
             return None
         entry = self._tables[module].get(name)
         if isinstance(entry, ClassInfo):
@@ -246,10 +250,10 @@ class Names:
         if isinstance(entry, str):
             # A script's neighbours may be imported without their folder's name.
             folder = module if self.modules[module].is_package else module.rpartition(".")[0]
-            near = f"{folder}.{entry}"
-            is_near = near.rpartition(".")[0] in self.modules or near in self.modules
-            if is_near and entry.split(".")[0] not in self._packages and _library(entry) is None:
-                return self._dotted(near, depth + 1)
+            neighbour = f"{folder}.{entry}"
+            is_neighbour = neighbour.rpartition(".")[0] in self.modules or neighbour in self.modules
+            if is_neighbour and entry.split(".")[0] not in self._packages and _library(entry) is None:
+                return self._dotted(neighbour, depth + 1)
             return self._dotted(entry, depth + 1)
         if entry is not None:
             return self.meaning(entry, self.modules[module], depth + 1)
@@ -257,7 +261,7 @@ class Names:
             return f"{module}.{name}"
         for star in self._stars[module]:
             if star in self.modules:
-                if meaning := self._named(name, star, depth + 1):
+                if meaning := self._resolve(name, star, depth + 1):
                     return meaning
             elif (library := _library(star)) is not None and name[0].isupper():
                 return _api(library, name)
@@ -269,7 +273,7 @@ class Names:
         return {name.split(".")[0] for name in self.modules}
 
     def _dotted(self, dotted: str, depth: int) -> Meaning:
-        """The meaning of an absolute dotted name."""
+        """Find what an absolute dotted name refers to: a name in the longest module of the sources that it starts with, else a library's name."""
         parts = dotted.split(".")
         for length in range(len(parts), 0, -1):
             module = ".".join(parts[:length])
@@ -277,7 +281,7 @@ class Names:
             if module in self.modules:
                 if length == len(parts):
                     return module
-                meaning = self._named(parts[length], module, depth + 1)
+                meaning = self._resolve(parts[length], module, depth + 1)
                 for name in parts[length + 1 :]:
                     meaning = _api(meaning, name) if isinstance(meaning, Api) else None
                 return meaning
@@ -285,24 +289,24 @@ class Names:
 
 
 def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a body, including the statements in its ``if``, ``try`` and ``with`` blocks."""
-    waiting = [*body][::-1]
-    while waiting:  # not by recursion: each `elif` is one level deeper
-        statement = waiting.pop()
+    """Yield the statements of a body, including those in its ``if``, ``try``, ``with`` and loop blocks."""
+    pending = [*body][::-1]
+    while pending:  # not by recursion: each `elif` is one level deeper
+        statement = pending.pop()
         yield statement
         if not isinstance(statement, (ast.ClassDef, *_FUNCTIONS)):
             parts = (getattr(statement, part, ()) for part in ("body", "orelse", "finalbody"))
             handlers = (handler.body for handler in getattr(statement, "handlers", ()))
-            waiting += [inner for part in (*parts, *handlers) for inner in part][::-1]
+            pending += [inner for part in (*parts, *handlers) for inner in part][::-1]
 
 
 def is_named(node: ast.expr, name: str | None) -> bool:
-    """Tell whether the expression is this name."""
+    """Whether the expression is the bare name ``name``."""
     return isinstance(node, ast.Name) and node.id == name
 
 
 def first_argument(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
-    """The name that a method gives to its object; ``None`` for a static method."""
+    """The name of a method's first argument, usually ``self``; ``None`` for a static method."""
     if any(isinstance(decorator, ast.Name) and decorator.id == "staticmethod" for decorator in function.decorator_list):
         return None
     arguments = [*function.args.posonlyargs, *function.args.args]
@@ -317,6 +321,7 @@ def _targets(statement: ast.stmt) -> Iterator[str]:
 
 
 def _imported_from(node: ast.ImportFrom, source: Source) -> str:
+    """The absolute name of the module that a ``from ... import`` reads, which may be relative."""
     if not node.level:
         return node.module or ""
     parts = source.module.split(".")
@@ -332,7 +337,7 @@ def _library(dotted: str) -> Api | None:
 
 
 def _api(owner: Api, name: str) -> Api:
-    # `lightning` itself: its part `pytorch` is the library
+    # `lightning.pytorch` is the library that `lightning` re-exports
     if owner == Api("lightning", "") and name in ("pytorch", "fabric"):
         return Api("fabric" if name == "fabric" else "lightning", "")
     return Api(owner.library, f"{owner.path}.{name}" if owner.path else name)

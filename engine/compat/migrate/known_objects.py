@@ -1,4 +1,4 @@
-"""The objects that a source sees: its own classes with a base of the libraries, and what the libraries hand to it."""
+"""Objects of Lightning and Accelerate that a source handles: instances of its own subclasses, and what the libraries pass to their hooks."""
 
 from __future__ import annotations
 
@@ -14,140 +14,167 @@ from engine.compat.migrate.stand_ins import stand_in
 from engine.compat.names import ATTRIBUTES
 from engine.utils.errors import nearest
 
-MADE = {"Trainer": "trainer", "Accelerator": "accelerator", "Fabric": "fabric"}
-"""Classes whose objects are followed, and what they are."""
+FOLLOWED = {"Trainer": "trainer", "Accelerator": "accelerator", "Fabric": "fabric"}
+"""Library classes whose instances the walk follows -> the key of the instance in :func:`known_objects`."""
 KINDS = {"LightningModule": "module", "LightningDataModule": "data", "Callback": "callback"}
-PASSED = {"trainer": "trainer of a callback", "pl_module": "module"}
-"""Arguments by their names in classes of Lightning: the thing that each one is."""
+"""Base class -> the kind of a user's subclass, which is also its key in :func:`known_objects`."""
+HOOK_ARGUMENTS = {"trainer": "trainer of a callback", "pl_module": "module"}
+"""Names of arguments in methods of Lightning's classes -> the key of the argument's object in :func:`known_objects`."""
 
 
 @dataclass(frozen=True)
-class Thing:
-    """An object of the libraries as a source sees it."""
+class KnownObject:
+    """An object of a library, or of a user's subclass, with the classes that it has here."""
 
     label: str
-    """Name of the thing in the report."""
-    plain: type | None = None
-    """The class of ``engine`` in its place."""
-    translated: type | None = None
-    """The class of ``engine.interop`` in its place."""
-    answers: Mapping[str, str] = field(default_factory=dict)
-    """Attributes that neither has: what to use instead."""
+    """Name of the object in the report."""
+    engine_class: type | None = None
+    """The class of ``engine`` that replaces the object's class."""
+    interop_class: type | None = None
+    """The class of ``engine.interop`` that replaces the object's class."""
+    advice: Mapping[str, str] = field(default_factory=dict)
+    """Attributes that neither class has -> what to use instead."""
     uncalled: Mapping[str, str] = field(default_factory=dict)
-    """Methods that a class of the sources may define and that nothing calls: what to do instead."""
-    gives: Mapping[str, str] = field(default_factory=dict)
-    """Attributes that are things themselves, with their key in :func:`things`."""
-    differing: tuple[str, ...] = ()
-    """Attributes that mean something else in ``plain``."""
+    """Methods that a user's subclass may define but that nothing calls here -> what to do instead."""
+    known_attributes: Mapping[str, str] = field(default_factory=dict)
+    """Attributes whose values are known objects as well -> their keys in :func:`known_objects`."""
+    differs_in_engine: tuple[str, ...] = ()
+    """Attributes that mean something else in ``engine_class``."""
     library: str = "lightning"
     is_trainer: bool = False
-    """The object may be one of a subclass of ``Trainer`` in the sources, which has attributes of its own."""
-    closed: bool = True
-    """Whether an attribute that neither class has can only be the library's; an object of a user's class may have its own."""
+    """Whether the object may be an instance of a user's subclass of ``Trainer``, which may define more attributes."""
+    all_names_known: bool = True
+    """Whether the object has the library's attributes only; an instance of a user's class may define others."""
 
     def members(self, name: str) -> tuple[Member | None, Member | None]:
-        """The attribute of the plain and of the translated class."""
-        plain = None if self.plain is None or name in self.differing else member(self.plain, name)
-        return plain, None if self.translated is None else member(self.translated, name)
+        """The attribute ``name`` of ``engine_class`` and of ``interop_class``; ``None`` for a class that lacks it."""
+        engine_class = (
+            None if self.engine_class is None or name in self.differs_in_engine else member(self.engine_class, name)
+        )
+        return engine_class, None if self.interop_class is None else member(self.interop_class, name)
 
-    def answer(self, name: str) -> str:
-        """The sentence about an attribute that neither has."""
-        if name in self.answers:
-            return self.answers[name]
+    def advice_for(self, name: str) -> str:
+        """Say what to use instead of an attribute that neither class has."""
+        if name in self.advice:
+            return self.advice[name]
         public = [
-            name for cls in (self.plain, self.translated) if cls is not None for name in dir(cls) if name[0] != "_"
+            name
+            for cls in (self.engine_class, self.interop_class)
+            if cls is not None
+            for name in dir(cls)
+            if name[0] != "_"
         ]
         return f"there is no {name!r} here{nearest(name, public)}"
 
     def has_as_module(self, name: str) -> bool:
-        """Whether the object is an ``nn.Module``, and every ``nn.Module`` has the attribute."""
+        """Whether ``name`` is an attribute that the object inherits from ``nn.Module``."""
         return self._is_a("torch.nn.Module") and member(stand_in("torch.nn.Module"), name) is not None
 
     def logs(self, name: str) -> bool:
-        """Whether the attribute is a method that logs into a run."""
+        """Whether ``name`` is the object's ``log`` or ``log_dict``, which logs to the run."""
         return name in ("log", "log_dict") and self._is_a("engine.TrainModule", "engine.Callback")
 
     def _is_a(self, *names: str) -> bool:
-        return self.plain is not None and issubclass(self.plain, tuple(map(stand_in, names)))
+        return self.engine_class is not None and issubclass(self.engine_class, tuple(map(stand_in, names)))
 
 
 @dataclass(frozen=True)
-class Known:
-    """An object that an expression gives: a thing of a library, of the user's class ``cls`` if it has one."""
+class Value:
+    """The value of an expression, if it is a known object; ``cls``: the user's class that it is an instance of, if any."""
 
-    thing: Thing
+    known_object: KnownObject
     cls: ClassInfo | None = None
 
 
-PLAIN = Thing("object", closed=False)
-"""An object of a class without a base of the libraries: only what it keeps is of interest."""
-CHECKPOINT = Thing("checkpoint", closed=False)
-"""The dict that ``on_save_checkpoint`` and ``on_load_checkpoint`` get."""
+PLAIN_OBJECT = KnownObject("object", all_names_known=False)
+"""An instance of a user's class without a base of the libraries; only the known objects among its attributes matter."""
+CHECKPOINT = KnownObject("checkpoint", all_names_known=False)
+"""The dict that ``on_save_checkpoint`` and ``on_load_checkpoint`` receive."""
 _UNCALLED = {name: f"it is never called: define {hooks}" for name, hooks in REPLACED.items()}
-_OF_CLASSES = {
-    "Trainer": Thing(
-        "Trainer", gives={"lightning_module": "module", "model": "module", "strategy": "strategy"}, is_trainer=True
+_CLASS_FACTS = {
+    "Trainer": KnownObject(
+        "Trainer",
+        known_attributes={"lightning_module": "module", "model": "module", "strategy": "strategy"},
+        is_trainer=True,
     ),
-    "ModelCheckpoint": Thing(
+    "ModelCheckpoint": KnownObject(
         "ModelCheckpoint",
         uncalled={name: f"it is never called: {sentence}" for name, sentence in OF_CHECKPOINTS.items()},
     ),
 }
-"""Facts about a class besides its counterparts."""
+"""Facts about instances of a library class that its counterparts do not tell."""
 
 
 def kind_of(cls: ClassInfo) -> str:
-    """``"module"``, ``"data"``, ``"callback"``, ``"other"`` (of the libraries) or an empty string (none of theirs)."""
-    for base in cls.foreign:
+    """The kind of a user's class by its library bases: ``"module"``, ``"data"``, ``"callback"``, ``"other"``; an empty string if it has none."""
+    for base in cls.library_bases:
         if base.name in KINDS:
             return KINDS[base.name]
         if base.path.startswith("callbacks."):
             return "callback"
-    return "other" if cls.foreign else ""
+    return "other" if cls.library_bases else ""
 
 
-def thing_of(cls: ClassInfo) -> Thing | None:
-    """The thing that an object of the user's class is."""
+def object_of_user_class(cls: ClassInfo) -> KnownObject | None:
+    """An instance of the user's class as a known object; ``None`` if the class has no base of the libraries."""
     kind = kind_of(cls)
     if not kind:
         return None
-    base = next((base for base in cls.foreign if KINDS.get(base.name) == kind), None) or cls.foreign[0]
+    base = next((base for base in cls.library_bases if KINDS.get(base.name) == kind), None) or cls.library_bases[0]
     if KINDS.get(base.name) == kind:
-        return things()[kind]
-    thing = of_class(base, closed=False)
-    if kind == "callback" and thing.plain is None and thing.translated is None:
-        return things()[kind]
-    return replace(thing, library="lightning") if base.library == "fabric" else thing  # as the rest of such a class
+        return known_objects()[kind]
+    known_object = object_of_library(base, all_names_known=False)
+    if kind == "callback" and known_object.engine_class is None and known_object.interop_class is None:
+        return known_objects()[kind]
+    # The other uses of a class from Fabric count as Lightning's, too.
+    return replace(known_object, library="lightning") if base.library == "fabric" else known_object
 
 
-def of_class(api: Api, *, closed: bool = True) -> Thing:
-    """An object of a class of the libraries, or the class itself."""
+def object_of_library(api: Api, *, all_names_known: bool = True) -> KnownObject:
+    """Describe an instance of a library class, or the class itself; ``all_names_known``: see :attr:`KnownObject.all_names_known`."""
     match = counterpart(api)
-    plain, translated = (cls if isinstance(cls, type) else None for cls in (match.plain, match.translated))
-    more = _OF_CLASSES.get(api.name, Thing(api.name))
-    return replace(more, label=api.name, plain=plain, translated=translated, library=api.library, closed=closed)
+    engine_class, interop_class = (
+        cls if isinstance(cls, type) else None for cls in (match.engine_object, match.interop_object)
+    )
+    facts = _CLASS_FACTS.get(api.name, KnownObject(api.name))
+    return replace(
+        facts,
+        label=api.name,
+        engine_class=engine_class,
+        interop_class=interop_class,
+        library=api.library,
+        all_names_known=all_names_known,
+    )
 
 
 @functools.cache
-def things() -> Mapping[str, Thing]:
-    """The objects that a source may see, by what they are to it."""
+def known_objects() -> Mapping[str, KnownObject]:
+    """The objects that a source may handle, by their role."""
     library = Api("lightning", "")
     module, data, callback, trainer = (
-        of_class(replace(library, path=name))
+        object_of_library(replace(library, path=name))
         for name in ("LightningModule", "LightningDataModule", "Callback", "Trainer")
     )
-    view = replace(trainer, label="trainer", plain=stand_in("engine.TrainerView"))
-    run = replace(trainer, label="trainer", plain=stand_in("engine.Run"))
-    engine = ATTRIBUTES["Engine"]
-    gives = {"trainer": "trainer of a module"}
+    view = replace(trainer, label="trainer", engine_class=stand_in("engine.TrainerView"))
+    run = replace(trainer, label="trainer", engine_class=stand_in("engine.Run"))
+    engine_advice = ATTRIBUTES["Engine"]
+    trainer_attribute = {"trainer": "trainer of a module"}
     return {
-        "module": replace(module, answers=_UNCALLED | MODULE, uncalled=_UNCALLED, gives=gives, closed=False),
-        "data": replace(data, answers=DATA, gives=gives, closed=False),
-        "callback": replace(callback, answers=_UNCALLED, uncalled=_UNCALLED, closed=False),
-        "trainer of a module": replace(view, answers=ATTRIBUTES["Run"] | VIEW),
-        "trainer of a callback": replace(run, answers=ATTRIBUTES["Run"]),
-        "trainer": replace(trainer, answers=ATTRIBUTES["Fit"]),
-        "strategy": Thing("trainer.strategy", answers=OF_STRATEGIES, closed=False),
-        "accelerator": replace(of_class(Api("accelerate", "Accelerator")), answers=engine, differing=("step",)),
-        "fabric": replace(of_class(Api("fabric", "Fabric")), answers=engine, library="lightning"),
+        "module": replace(
+            module,
+            advice=_UNCALLED | MODULE,
+            uncalled=_UNCALLED,
+            known_attributes=trainer_attribute,
+            all_names_known=False,
+        ),
+        "data": replace(data, advice=DATA, known_attributes=trainer_attribute, all_names_known=False),
+        "callback": replace(callback, advice=_UNCALLED, uncalled=_UNCALLED, all_names_known=False),
+        "trainer of a module": replace(view, advice=ATTRIBUTES["Run"] | VIEW),
+        "trainer of a callback": replace(run, advice=ATTRIBUTES["Run"]),
+        "trainer": replace(trainer, advice=ATTRIBUTES["Fit"]),
+        "strategy": KnownObject("trainer.strategy", advice=OF_STRATEGIES, all_names_known=False),
+        "accelerator": replace(
+            object_of_library(Api("accelerate", "Accelerator")), advice=engine_advice, differs_in_engine=("step",)
+        ),
+        "fabric": replace(object_of_library(Api("fabric", "Fabric")), advice=engine_advice, library="lightning"),
     }

@@ -25,24 +25,24 @@ KINDS = {
 
 @dataclass(frozen=True)
 class ClassReport:
-    """A class that inherits from one of the libraries. ``verdict``: the worst of its uses and of the classes that it inherits from."""
+    """A user's class with a library base. ``verdict``: the worst verdict among its own and its inherited uses."""
 
     cls: ClassInfo
     kind: str
     verdict: str
     uses: list[Use]
     inherited: list[Use]
-    """Uses in its base classes and mixins in the sources."""
+    """The uses in the class's bases and mixins in the sources."""
 
     @property
     def package(self) -> str:
-        """The package that the class is in."""
+        """The top-level package of the class's module."""
         return self.cls.source.module.split(".")[0]
 
 
 @dataclass(frozen=True)
 class Report:
-    """Uses, classes and unread files of a migration; ``files`` is the number of files that were read."""
+    """The result of ``fit migrate``. ``files``: the number of files that were read; ``unread``: files and cells that could not be."""
 
     uses: list[Use]
     classes: list[ClassReport]
@@ -51,11 +51,11 @@ class Report:
 
     @property
     def works(self) -> bool:
-        """Tell whether nothing needs a change, and everything was read."""
+        """Whether no use needs a change and everything could be read."""
         return not self.unread and all(use.verdict != CHANGE for use in self.uses)
 
     def counts(self, kind: str, package: str | None = None) -> dict[str, int]:
-        """The classes of a kind (of one package) by verdict."""
+        """The number of classes of a kind (in ``package``, or in all) per verdict."""
         counter = Counter(
             report.verdict for report in self.classes if report.kind == kind and package in (None, report.package)
         )
@@ -63,13 +63,13 @@ class Report:
 
 
 def migration(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Report:
-    """Read the sources under ``paths`` and report what each use of Lightning and Accelerate is here.
+    """Parse the sources under ``paths`` and judge each use of Lightning and Accelerate.
 
-    ``exclude``: patterns of files' and folders' names that are left out.
+    ``exclude``: patterns of the names of files and folders to skip.
     """
     sources, unread = read(paths, exclude)
     names = Names(sources)
-    users = _users(names.classes)
+    users = _first_users(names.classes)
     uses: list[Use] = []
     for source in sources:
         walker = Walker(source, names, users)
@@ -83,23 +83,25 @@ def migration(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Report:
     for use in uses:
         if use.owner is not None:
             by_class.setdefault(use.owner, []).append(use)
-    classes = [_classified(cls, by_class) for cls in names.classes if kind_of(cls)]
+    classes = [_class_report(cls, by_class) for cls in names.classes if kind_of(cls)]
     return Report(uses, classes, unread, len(sources))
 
 
-def _users(classes: Sequence[ClassInfo]) -> dict[ClassInfo, ClassInfo]:
-    """The first class with a base of the libraries that inherits from each class."""
+def _first_users(classes: Sequence[ClassInfo]) -> dict[ClassInfo, ClassInfo]:
+    """Map each base class and mixin in the sources to the first class with a library base that inherits from it."""
     users: dict[ClassInfo, ClassInfo] = {}
     for cls in classes:
         bases = [cls] if kind_of(cls) else []
-        for base_class in bases:  # grows while it is walked; ancestors of one that has a user have one too
-            new = [base for base in base_class.bases if isinstance(base, ClassInfo) and base not in users]
-            users.update(dict.fromkeys(new, cls))
-            bases += dict.fromkeys(new)
+        for (
+            base_class
+        ) in bases:  # grows while it is walked; a base that has an entry is skipped, as its own bases have one too
+            new_bases = [base for base in base_class.bases if isinstance(base, ClassInfo) and base not in users]
+            users.update(dict.fromkeys(new_bases, cls))
+            bases += dict.fromkeys(new_bases)
     return users
 
 
-def _classified(cls: ClassInfo, uses: dict[ClassInfo, list[Use]]) -> ClassReport:
+def _class_report(cls: ClassInfo, uses: dict[ClassInfo, list[Use]]) -> ClassReport:
     uses_of_class = uses.get(cls, [])
     inherited = [use for base in cls.family[1:] for use in uses.get(base, ())]
     verdicts = {use.verdict for use in (*uses_of_class, *inherited)}
@@ -107,7 +109,7 @@ def _classified(cls: ClassInfo, uses: dict[ClassInfo, list[Use]]) -> ClassReport
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report as one JSON value."""
+    """The report as a dict for JSON: files, unread, summary, classes and uses."""
     packages = sorted({item.package for item in report.classes})
     return {
         "files": report.files,
@@ -124,24 +126,24 @@ def as_json(report: Report) -> dict[str, Any]:
                 "kind": item.kind,
                 "package": item.package,
                 "path": str(item.cls.source.path),
-                **_placed(*item.cls.source.place(item.cls.node.lineno)),
+                **_location(*item.cls.source.place(item.cls.node.lineno)),
                 "verdict": item.verdict,
-                "changes": [_use(use) for use in (*item.uses, *item.inherited) if use.verdict == CHANGE],
+                "changes": [_use_entry(use) for use in (*item.uses, *item.inherited) if use.verdict == CHANGE],
             }
             for item in report.classes
         ],
-        "uses": [_use(use) for use in report.uses],
+        "uses": [_use_entry(use) for use in report.uses],
     }
 
 
-def _placed(cell: int | None, line: int) -> dict[str, int]:
+def _location(cell: int | None, line: int) -> dict[str, int]:
     return {"line": line} if cell is None else {"cell": cell, "line": line}
 
 
-def _use(use: Use) -> dict[str, Any]:
+def _use_entry(use: Use) -> dict[str, Any]:
     return {
         "path": str(use.source.path),
-        **_placed(*use.place),
+        **_location(*use.place),
         "class": None if use.owner is None else use.owner.name,
         "library": use.library,
         "name": use.name,

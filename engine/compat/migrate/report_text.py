@@ -10,7 +10,7 @@ from engine.compat.migrate.imports import ClassInfo
 from engine.compat.migrate.report import KINDS, ClassReport, Report
 from engine.compat.migrate.sources import Source
 
-_SAID = {AS_IS: "works as is", INTEROP: "works through engine.interop", CHANGE: "needs a change"}
+_PHRASES = {AS_IS: "works as is", INTEROP: "works through engine.interop", CHANGE: "needs a change"}
 
 _LEGEND = {
     AS_IS: "trains under Fit and Engine without a change",
@@ -20,7 +20,7 @@ _LEGEND = {
 
 
 def lines(report: Report, *, changes_only: bool = False) -> Iterator[str]:
-    """The lines of the report. ``changes_only``: without the uses that work."""
+    """Yield the lines of the report. ``changes_only``: leave out the uses that work."""
     by_file: dict[Source, list[Use]] = {}
     for use in report.uses:
         if use.verdict == CHANGE or not changes_only:
@@ -35,10 +35,10 @@ def lines(report: Report, *, changes_only: bool = False) -> Iterator[str]:
             if owner is None:
                 yield "  outside classes"
             elif owner in classes:
-                yield f"  class {owner.name} ({_bases(classes[owner])}): {_SAID[classes[owner].verdict]}{_through(classes[owner])}"
+                yield f"  class {owner.name} ({_bases(classes[owner])}): {_PHRASES[classes[owner].verdict]}{_inherited_from(classes[owner])}"
             else:
                 yield f"  class {owner.name}"
-            yield from _of_class(uses_of_owner)
+            yield from _use_lines(uses_of_owner)
         yield ""
     for item in report.unread:
         yield f"not read: {item.path}{f':{item.line}' if item.line else ''}: {item.message}"
@@ -51,25 +51,26 @@ def lines(report: Report, *, changes_only: bool = False) -> Iterator[str]:
 
 
 def _bases(report: ClassReport) -> str:
-    return ", ".join(base.name for base in report.cls.foreign)
+    return ", ".join(base.name for base in report.cls.library_bases)
 
 
-def _through(report: ClassReport) -> str:
-    """The base classes that a class owes its verdict to."""
+def _inherited_from(report: ClassReport) -> str:
+    """`` (inherited from Base)`` if a class has its verdict from its base classes; else an empty string."""
     if report.verdict in {use.verdict for use in report.uses}:
         return ""
     owners = dict.fromkeys(use.owner.name for use in report.inherited if use.verdict == report.verdict and use.owner)
     return f" (inherited from {', '.join(owners)})" if owners else ""
 
 
-def _of_class(uses: Sequence[Use]) -> Iterator[str]:
+def _use_lines(uses: Sequence[Use]) -> Iterator[str]:
+    """The lines for the uses of one class: one line for all names that work, then a line for each use that needs a change."""
     for verdict in (AS_IS, INTEROP):
         names: dict[str, list[str]] = {}
         for use in uses:
             if use.verdict == verdict:
                 names.setdefault(use.name, []).append(_place(use))
         if names:
-            yield f"    {verdict + ':':<9}{'; '.join(f'{name} {_lines(where)}' for name, where in names.items())}"
+            yield f"    {verdict + ':':<9}{'; '.join(f'{name} {_joined(places)}' for name, places in names.items())}"
     for use in uses:
         if use.verdict == CHANGE:
             yield f"    {CHANGE + ':':<9}line {_place(use)}: {use.name}: {use.sentence}"
@@ -80,12 +81,12 @@ def _place(use: Use) -> str:
     return f"{line}" if cell is None else f"{cell}:{line}"
 
 
-def _lines(places: Iterable[str]) -> str:
+def _joined(places: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(places))
 
 
 def _summary(report: Report) -> Iterator[str]:
-    """One line for each kind of class in each package."""
+    """Yield a table of the numbers of classes: a row for each kind in each package, and a last row for all uses."""
     yield f"{'package':<24}{'classes':<24}{'count':>6}{'as is':>8}{'interop':>9}{'change':>8}"
     for package in sorted({class_report.package for class_report in report.classes}):
         for kind, name in KINDS.items():

@@ -1,4 +1,4 @@
-"""Members and signatures of our classes, asked of themselves or their stand-ins, and whether they fit what a source has."""
+"""Members and signatures of our classes, read from the classes or their stand-ins, and whether a source's calls and methods fit them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OURS = ("engine.", "callbacks.")
 
 @dataclass(frozen=True)
 class Member:
-    """An attribute of a class. ``call``: its signature without the object, if it is a function. ``type``: the class of ours that its value has."""
+    """An attribute of a class. ``call``: a method's signature without ``self``. ``type``: the attribute's class, if it is one of ours."""
 
     settable: bool
     call: inspect.Signature | None = None
@@ -31,7 +31,7 @@ class Member:
 
 @functools.cache
 def member(cls: Any, name: str) -> Member | None:
-    """The attribute ``name`` of ``cls`` or of its objects; ``None``: there is none."""
+    """Describe the attribute ``name`` of ``cls`` or of its instances; ``None`` if there is no such attribute."""
     if hasattr(cls, name):  # False for the attributes that only raise an error
         attribute = inspect.getattr_static(cls, name)
         if isinstance(attribute, property):
@@ -45,39 +45,39 @@ def member(cls: Any, name: str) -> Member | None:
         return Member(True)
     if any(name in inspect.get_annotations(base) or name in set_by(base) for base in cls.__mro__):
         return Member(True)
-    wrapped = getattr(cls, "of", None)  # what engine.interop.lightning's callbacks and loggers forward to
+    wrapped = getattr(cls, "of", None)  # the class that engine.interop.lightning's callbacks and loggers wrap
     return member(wrapped, name) if isinstance(wrapped, type) else None
 
 
 @functools.cache
 def signature(function: Any) -> inspect.Signature | None:
-    """The parameters of a function or a class that a caller may give; ``None`` where Python cannot tell."""
+    """The signature with the parameters that a caller may pass to a function or class; ``None`` if Python cannot tell."""
     try:
-        every = inspect.signature(function)
-        # `**unknown: Never` names what is refused
+        full = inspect.signature(function)
+        # `**unknown: Never` takes unknown arguments only to refuse them
         allowed = [
-            parameter for parameter in every.parameters.values() if parameter.annotation not in ("Never", typing.Never)
+            parameter for parameter in full.parameters.values() if parameter.annotation not in ("Never", typing.Never)
         ]
-        return every.replace(parameters=allowed)
+        return full.replace(parameters=allowed)
     except (TypeError, ValueError):
         return None
 
 
 def rejected(call: inspect.Signature, positional: int, keywords: Sequence[str]) -> tuple[list[str], bool]:
-    """The keywords of a call that ``call`` does not take, and whether it takes fewer positional arguments."""
-    taken_names: set[str] = set()
-    by_place, unlimited = 0, False
+    """The names in ``keywords`` that the signature ``call`` does not accept, and whether ``positional`` positional arguments are too many."""
+    accepted_names: set[str] = set()
+    positional_limit, unlimited = 0, False
     for parameter in call.parameters.values():
         kind = parameter.kind
         if kind is Parameter.VAR_KEYWORD:
-            taken_names.update(keywords)
+            accepted_names.update(keywords)
         elif kind is Parameter.VAR_POSITIONAL:
             unlimited = True
         else:
-            by_place += kind is not Parameter.KEYWORD_ONLY
+            positional_limit += kind is not Parameter.KEYWORD_ONLY
             if kind is not Parameter.POSITIONAL_ONLY:
-                taken_names.add(parameter.name)
-    return [name for name in keywords if name not in taken_names], positional > by_place and not unlimited
+                accepted_names.add(parameter.name)
+    return [name for name in keywords if name not in accepted_names], positional > positional_limit and not unlimited
 
 
 def _without_first(parameters: inspect.Signature | None, skipped: int) -> inspect.Signature | None:
@@ -86,12 +86,12 @@ def _without_first(parameters: inspect.Signature | None, skipped: int) -> inspec
 
 @functools.cache
 def set_by(cls: type) -> frozenset[str]:
-    """The attributes that the methods of one of our classes assign to ``self``."""
-    if not cls.__module__.startswith(OURS) or "__stand_in__" in vars(cls):  # which has them as annotations
+    """The attributes that the methods of one of our classes set on ``self``; a stand-in has them as annotations instead."""
+    if not cls.__module__.startswith(OURS) or "__stand_in__" in vars(cls):
         return frozenset()
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except OSError:  # made by a call of `type`
+    except OSError:  # the class was made by calling `type`
         return frozenset()
     return frozenset(
         node.attr
@@ -102,14 +102,16 @@ def set_by(cls: type) -> frozenset[str]:
 
 
 def _returned(function: Callable[..., Any] | None) -> type | None:
-    """The class of ours that a property's annotation names."""
+    """The class in a property's return annotation, if it is one of ours."""
     try:
         annotation = typing.get_type_hints(function).get("return")
-    except (NameError, TypeError, AttributeError):  # imported for type checkers only
+    except (NameError, TypeError, AttributeError):  # the class is imported for type checkers only
         return None
     if not isinstance(annotation, type) or not annotation.__module__.startswith(OURS):
         return None
-    return None if hasattr(annotation, "__getattr__") else annotation  # such as hyperparameters: the user's own names
+    return (
+        None if hasattr(annotation, "__getattr__") else annotation
+    )  # with __getattr__, any name may exist: hyperparameters, for example
 
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -117,9 +119,9 @@ _BASES = ("TrainModule", "DataModule", "Callback")
 
 
 def misfit(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str, cls: type, call: Signature) -> str:
-    """Why a method of the class ``owner`` cannot be called in place of ours, which has the parameters ``call`` in ``cls``.
+    """Why a method of the user's class ``owner`` cannot be called as our class ``cls`` calls its own, with the parameters ``call``.
 
-    A run's own checks answer, where it has them. Empty: it can be called.
+    An empty string if it can. Where a run checks the method itself, the answer is the run's error.
     """
     base = next((base for base in _BASES if issubclass(cls, stand_in(f"engine.{base}"))), None)
     name = node.name
@@ -137,31 +139,31 @@ def misfit(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str, cls: type, 
 
 
 def accepts_call(node: ast.FunctionDef | ast.AsyncFunctionDef, call: Signature) -> bool:
-    """Whether a user's method can be called as ``call`` says, which is how our method of its name is called."""
-    places = [*node.args.posonlyargs, *node.args.args]
-    place_count = len(places) - (0 if first_argument(node) is None else 1)
-    required_count = place_count - len(node.args.defaults)
+    """Whether a user's method accepts a call with the positional parameters of ``call``, our method of the same name."""
+    positional = [*node.args.posonlyargs, *node.args.args]
+    positional_count = len(positional) - (0 if first_argument(node) is None else 1)
+    required_count = positional_count - len(node.args.defaults)
     expected = [
         parameter for parameter in call.parameters.values() if parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
     ]
     required = sum(parameter.default is Parameter.empty for parameter in expected)
-    return required_count <= len(expected) and (node.args.vararg is not None or place_count >= required)
+    return required_count <= len(expected) and (node.args.vararg is not None or positional_count >= required)
 
 
 def with_parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool = True) -> Callable[..., None]:
-    """A function with the parameters of a method, which ``inspect.signature`` reads; ``bound``: without its object."""
+    """An empty function with the signature of the method ``node``, for ``inspect.signature``; ``bound``: leave out ``self``."""
 
     def function(*args: object, **kwargs: object) -> None: ...
 
     arguments = node.args
-    places = [*arguments.posonlyargs, *arguments.args]
-    without = len(places) - len(arguments.defaults)
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required_count = len(positional) - len(arguments.defaults)
     kinds = [Parameter.POSITIONAL_ONLY] * len(arguments.posonlyargs) + [Parameter.POSITIONAL_OR_KEYWORD] * len(
         arguments.args
     )
     parameters = [
-        Parameter(argument.arg, kind, default=Parameter.empty if index < without else None)
-        for index, (argument, kind) in enumerate(zip(places, kinds, strict=True))
+        Parameter(argument.arg, kind, default=Parameter.empty if index < required_count else None)
+        for index, (argument, kind) in enumerate(zip(positional, kinds, strict=True))
     ][1 if bound and first_argument(node) is not None else 0 :]
     if arguments.vararg is not None:
         parameters.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))

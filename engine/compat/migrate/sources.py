@@ -1,4 +1,4 @@
-"""Python files and notebooks as syntax trees, each under the name by which another file imports it."""
+"""Parses Python files and notebooks, and finds the module name by which other files import each."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from engine.checkpoint.files import open_file
 
 SKIPPED = ("__pycache__", "node_modules", "site-packages")
 LARGEST = 1 << 20
-"""Bytes of a file, and of a notebook's code. Its syntax tree takes a hundred times the memory of the text, and of ``a;a;a;`` 900 times (0.94 GB)."""
+"""The maximum size of a Python file, and of a notebook's code, in bytes. The syntax tree usually takes a hundred times the memory of the text, and
+900 times for ``a;a;a;`` (0.94 GB)."""
 LARGEST_NOTEBOOK = 32 << 20
-"""Bytes of a notebook, which may hold pictures. Its JSON takes at most 30 times the memory of the text (1 GB)."""
+"""The maximum size of a notebook, which may hold pictures, in bytes. Its parsed JSON takes at most 30 times the memory of the text (1 GB)."""
 _SHELL = re.compile(r"^([^\S\n]*)(?:[%!?]|\w+[^\S\n]*=[^\S\n]*[%!]|\w[\w.]*\?+[^\S\n]*$).*$", re.MULTILINE)
-"""Lines of a notebook that are IPython's, not Python's. Each is matched alone: the time grows with the text, not with its square."""
+"""Lines of a notebook in IPython's syntax. No match spans lines, so that the search takes linear time."""
 _LINE_END = re.compile(r"\r\n|\r|\n")
-"""Python's own line ends; ``str.splitlines`` knows more."""
+"""Line ends as Python's parser counts them; ``str.splitlines`` splits at more characters."""
 
 
 @dataclass(frozen=True, eq=False)  # a key of mappings: the hash of all cells for each use is quadratic
 class Source:
     """One file.
 
-    ``module``: its name from its outermost package on; ``above``: the folders between the path that was given and that package, which belong to
-    the name if they are a namespace package. ``cells``: for a notebook, the number of each code cell and the line of ``tree`` where it starts.
+    ``module``: its dotted name, from its outermost package on. ``above``: the folders between the given path and that package; they belong
+    to the name too if they are namespace packages. ``cells``: for a notebook, the number of each code cell and its first line in ``tree``.
     """
 
     path: Path
@@ -45,7 +46,7 @@ class Source:
     above: tuple[str, ...] = ()
 
     def place(self, line: int) -> tuple[int | None, int]:
-        """The cell, counted from 1 over all cells (``None`` in a ``.py`` file), and the line in it."""
+        """Translate a line of ``tree`` to the number of the cell, counted from 1 over all cells (``None`` in a ``.py`` file), and the line in it."""
         if not self.cells:
             return None, line
         number, first = self.cells[max(0, bisect_right(self.cells, line, key=itemgetter(1)) - 1)]
@@ -54,7 +55,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Unread:
-    """A file, or a cell of a notebook, that could not be read. ``line``: 0 when no line is to blame."""
+    """A file, or a cell of a notebook, that could not be read. ``line``: where the error is; 0 if it has no line."""
 
     path: Path
     line: int
@@ -62,7 +63,7 @@ class Unread:
 
 
 def read(paths: Sequence[Path], exclude: Iterable[str] = ()) -> tuple[list[Source], list[Unread]]:
-    """The files under ``paths`` (files or folders), except files whose path below them, or a folder in it, matches a pattern of ``exclude``."""
+    """Parse the files under ``paths`` (files or folders); skip files and folders whose names match a pattern of ``exclude``."""
     sources: dict[Path, Source] = {}
     unread: list[Unread] = []
     for top in paths:
@@ -79,22 +80,23 @@ def read(paths: Sequence[Path], exclude: Iterable[str] = ()) -> tuple[list[Sourc
 
 
 def _files(top: Path, exclude: Sequence[str], unread: list[Unread]) -> Iterator[Path]:
+    """Yield ``top`` itself, or the Python files and notebooks in that folder, without skipped folders and virtual environments."""
     if not os.path.isdir(top):
         yield top
         return
-    waiting = [(top, True)]  # no recursion: folders may be nested a thousand deep
-    while waiting:
-        path, is_folder = waiting.pop()
+    pending = [(top, True)]  # no recursion: folders may be nested a thousand deep
+    while pending:
+        path, is_folder = pending.pop()
         if is_folder:
             try:
                 with os.scandir(path) as folder:
-                    inner = {entry.name: entry.is_dir(follow_symlinks=False) for entry in folder}
+                    entries = {entry.name: entry.is_dir(follow_symlinks=False) for entry in folder}
             except OSError as error:
                 unread.append(Unread(path, 0, _message(error)))
                 continue
-            if path == top or "pyvenv.cfg" not in inner:
-                names = sorted((name for name in inner if not _is_skipped(name, exclude)), reverse=True)
-                waiting += [(path / name, inner[name]) for name in names]
+            if path == top or "pyvenv.cfg" not in entries:
+                names = sorted((name for name in entries if not _is_skipped(name, exclude)), reverse=True)
+                pending += [(path / name, entries[name]) for name in names]
         elif path.suffix in (".py", ".ipynb") and path.is_file():
             yield path
 
@@ -104,51 +106,56 @@ def _is_skipped(name: str, exclude: Sequence[str]) -> bool:
 
 
 def _module_name(path: Path, top: Path) -> tuple[str, bool, tuple[str, ...]]:
-    """The dotted name, whether it is a package's own file, and the folders from ``top`` to the package.
+    """The dotted module name of a file, whether it is an ``__init__.py``, and the folders from ``top`` to its outermost package.
 
-    Packages start at the outermost folder with an ``__init__.py``; other files are named from ``top`` on.
+    A package starts at the outermost folder with an ``__init__.py``; a file outside packages is named relative to ``top``.
     """
     path, top = path.resolve(), top.resolve()
     is_package = path.name == "__init__.py"
     parts = [] if is_package else [path.stem]
     folder = path.parent
-    regular = (folder / "__init__.py").exists()
-    if not regular and folder.is_relative_to(top):
+    in_package = (folder / "__init__.py").exists()
+    if not in_package and folder.is_relative_to(top):
         parts += reversed(folder.relative_to(top).parts)
         folder = top
     while (folder / "__init__.py").exists():
         parts.append(folder.name)
         folder = folder.parent
-    above = folder.relative_to(top).parts if regular and folder.is_relative_to(top) else ()
+    above = folder.relative_to(top).parts if in_package and folder.is_relative_to(top) else ()
     return ".".join(reversed(parts)) or path.parent.name, is_package, above
 
 
 def _parsed(path: Path, unread: list[Unread]) -> tuple[ast.Module, tuple[tuple[int, int], ...]]:
+    """The syntax tree of a file, and the cells of a notebook as in :attr:`Source.cells`.
+
+    Raises:
+        ValueError: it is not a regular file, or too large.
+    """
     if not path.is_file():  # a FIFO would wait for a writer
         raise ValueError("not a regular file")
-    limit, what = (LARGEST_NOTEBOOK, "JSON") if path.suffix == ".ipynb" else (LARGEST, "syntax tree")
-    with os.fdopen(open_file(path), "rb") as file:  # never waits, as /proc/kmsg would
+    limit, parsed_form = (LARGEST_NOTEBOOK, "JSON") if path.suffix == ".ipynb" else (LARGEST, "syntax tree")
+    with os.fdopen(open_file(path), "rb") as file:  # does not block on files such as /proc/kmsg
         content = file.read(limit + 1)
     if content is None:
         raise ValueError("not a regular file")
     if len(content) > limit:
-        raise ValueError(f"larger than {limit >> 20} MiB: its {what} can take more than 1 GB of memory")
+        raise ValueError(f"larger than {limit >> 20} MiB: its {parsed_form} can take more than 1 GB of memory")
     if path.suffix == ".ipynb":
         return _notebook(path, content, unread)
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)  # the file's own
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)  # as the file declares it
     return _tree(io.TextIOWrapper(io.BytesIO(content), encoding).read()), ()
 
 
 def _tree(text: str, flags: int = 0) -> ast.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes, `is` with a literal: of no concern here
+        warnings.simplefilter("ignore")  # about invalid escapes or `is` with a literal, for example
         tree = compile(text, "<source>", "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
     assert isinstance(tree, ast.Module)
     return tree
 
 
 def _notebook(path: Path, content: bytes, unread: list[Unread]) -> tuple[ast.Module, tuple[tuple[int, int], ...]]:
-    """All code cells as one module, since they share their names; a cell that is not Python is reported and left out."""
+    """Parse all code cells as one module, because they share their names; report a cell that is not Python in ``unread`` and leave it out."""
     notebook = json.loads(content.decode())
     if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
         raise ValueError("not a notebook of format 4: it has no list of cells")
@@ -174,10 +181,10 @@ def _notebook(path: Path, content: bytes, unread: list[Unread]) -> tuple[ast.Mod
 
 
 def _code(cell: object) -> str | None:
-    """The Python of a cell; ``None``: it is text, or a cell magic of IPython.
+    """The Python code of a notebook cell; ``None`` for a text cell or an IPython cell magic.
 
     Raises:
-        ValueError: it is not a cell.
+        ValueError: ``cell`` is not a valid cell.
     """
     if not isinstance(cell, dict):
         raise ValueError(f"it is of type {type(cell).__name__}, not a mapping")
@@ -194,6 +201,6 @@ def _code(cell: object) -> str | None:
 def _message(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"not valid Python: {error.msg}"
-    if isinstance(error, MemoryError):  # what Python's parser raises, without a text
+    if isinstance(error, MemoryError):  # Python's parser raises it without a message
         return "MemoryError: an expression is nested too deeply, or memory is short"
     return f"{type(error).__name__}: {error}"

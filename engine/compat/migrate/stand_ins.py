@@ -1,6 +1,6 @@
-"""Stand-ins for our classes and modules: they have the same names, members and signatures, and no code, so that nothing imports torch.
+"""Stand-ins for our classes and modules: the same names, members and signatures without code, so that ``fit migrate`` need not import torch.
 
-``stand_ins.json`` has them as ``tests/compat/migrate/write_stand_ins.py`` found them in the live classes; a test compares the two.
+``tests/compat/migrate/write_stand_ins.py`` writes ``stand_ins.json`` from the real classes; a test compares the two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILE = Path(__file__).with_name("stand_ins.json")
 
 @functools.cache
 def module(name: str) -> ModuleType | None:
-    """The stand-in of a module of ours; ``None``: there is no such module."""
+    """The stand-in for one of our modules; ``None`` if there is no such module."""
     entry = _table()["modules"].get(name)
     if entry is None:
         return None
@@ -27,13 +27,13 @@ def module(name: str) -> ModuleType | None:
 
 
 def stand_in(name: str) -> Any:
-    """The stand-in of a public name: ``"engine.Fit"``."""
-    place, _, last = name.rpartition(".")
-    return getattr(module(place), last)
+    """The stand-in for a public name such as ``"engine.Fit"``."""
+    module_name, _, attribute = name.rpartition(".")
+    return getattr(module(module_name), attribute)
 
 
 class _Module(ModuleType):
-    """A module whose names are made when they are asked for."""
+    """A module whose attributes are built from ``entry`` of the JSON table at their first access."""
 
     def __init__(self, name: str, entry: Mapping[str, Any]) -> None:
         super().__init__(name)
@@ -68,23 +68,24 @@ def _table() -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def _class(key: str) -> type:
+    """Build the stand-in for a class from the entry ``key`` of the JSON table."""
     entry = _table()["classes"][key]
-    content: dict[str, Any] = {"__module__": entry["module"], "__annotations__": {}, "__stand_in__": True}
+    namespace: dict[str, Any] = {"__module__": entry["module"], "__annotations__": {}, "__stand_in__": True}
     if "refused" in entry:
-        content["refused"] = entry["refused"]
+        namespace["refused"] = entry["refused"]
     if "of" in entry:
-        content["of"] = _class(entry["of"])
+        namespace["of"] = _class(entry["of"])
     for name, member in entry.get("members", {}).items():
         if not member.get("shown", True) and "raises" not in member:
-            content["__annotations__"][name] = "Any"
+            namespace["__annotations__"][name] = "Any"
         else:
-            content[name] = _member(name, member)
-    content["__signature__"] = _signature(entry.get("call"))
-    return type(entry["name"], tuple(map(_class, entry.get("bases", ()))), content)
+            namespace[name] = _member(name, member)
+    namespace["__signature__"] = _signature(entry.get("call"))
+    return type(entry["name"], tuple(map(_class, entry.get("bases", ()))), namespace)
 
 
 def _member(name: str, entry: Mapping[str, Any]) -> Any:
-    """An attribute from which ``engine.compat.migrate.signatures.member`` reads the member."""
+    """Build an attribute that :func:`engine.compat.migrate.signatures.member` describes as ``entry`` says: a method, a property or a value."""
     if "raises" in entry:
         return _Raises()
     if entry.get("call") is not None:
@@ -98,7 +99,7 @@ def _member(name: str, entry: Mapping[str, Any]) -> Any:
 
 
 class _Raises:
-    """An attribute that only raises an error."""
+    """An attribute that raises ``AttributeError`` whenever it is read."""
 
     def __get__(self, owner: object, kind: type) -> None:
         raise AttributeError
@@ -115,7 +116,7 @@ def _function(name: str, call: list[list[Any]] | None) -> Callable[..., Any]:
 
 
 def _signature(call: list[list[Any]] | None) -> Any:
-    """The signature; something that is none if Python does not tell it."""
+    """The signature with these parameters; if unknown, a text that makes ``inspect.signature`` raise ``TypeError``, as for the real object."""
     if call is None:
         return "unknown"
     return Signature(

@@ -1,4 +1,4 @@
-"""Verdicts about uses of the libraries: as is, through interop, or a change, with the sentence that says what to do."""
+"""Verdicts about uses of Lightning and Accelerate: works as is, works through interop, or needs a change (and which)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from engine.compat.migrate.argument_values import (
     log_options,
     trainer_arguments,
 )
-from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP, Counterpart, counterpart, plain_counterpart
+from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP, Counterpart, counterpart, find_in_engine
 from engine.compat.migrate.imports import Api, ClassInfo
-from engine.compat.migrate.known_objects import Thing
+from engine.compat.migrate.known_objects import KnownObject
 from engine.compat.migrate.signatures import Member, misfit, rejected, signature, with_parameters_of
 from engine.compat.names import ARGUMENTS, NAMES, OTHERWISE
 
 
 class Verdict(NamedTuple):
-    """The answer about one use. ``name``: how the report calls the use; ``sentence``: what to do, or where the counterpart is."""
+    """The verdict about one use. ``name``: the use as the report prints it; ``sentence``: what to change, or where the counterpart is."""
 
     name: str
     verdict: str
@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Named:
-    """A class or a function of the libraries is named, or called with ``call``, or a class inherits from it."""
+    """A use of a library's class or function: its name alone, a call (``call``), or a base class (``is_base``)."""
 
     api: Api
     call: ast.Call | None = None
@@ -43,32 +43,32 @@ class Named:
 
     @property
     def library(self) -> str:
-        """The library that has the name."""
+        """The library that defines the name."""
         return self.api.library
 
 
 @dataclass(frozen=True)
 class Attribute:
-    """An attribute of a thing is read, set, or called with ``call``.
+    """A use of an attribute of a library's object: it is read, set (``is_set``), or called (``call``).
 
-    ``is_own``: a subclass in the sources defines the name, and the thing may be an object of this one.
+    ``defined_by_user``: the object may be an instance of a user's subclass that defines the attribute.
     """
 
-    thing: Thing
+    known_object: KnownObject
     name: str
     call: ast.Call | None = None
     is_set: bool = False
-    is_own: bool = False
+    defined_by_user: bool = False
 
     @property
     def library(self) -> str:
-        """The library that the thing belongs to."""
-        return self.thing.library
+        """The library that the object belongs to."""
+        return self.known_object.library
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A hook reads an entry of Lightning's checkpoint."""
+class CheckpointEntry:
+    """A hook reads ``checkpoint[key]`` of Lightning's checkpoint dict."""
 
     key: str
     library = "lightning"
@@ -76,7 +76,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class FileName:
-    """A text ends with the name of a file."""
+    """A string literal whose last path component is ``name``."""
 
     name: str
     library = "lightning"
@@ -84,153 +84,168 @@ class FileName:
 
 @dataclass(frozen=True)
 class Construction:
-    """A class of the sources calls the constructor of its base."""
+    """A user's class calls the constructor of its base class, ``known_object``."""
 
-    thing: Thing
+    known_object: KnownObject
     call: ast.Call
 
     @property
     def library(self) -> str:
         """The library that the base belongs to."""
-        return self.thing.library
+        return self.known_object.library
 
 
 @dataclass(frozen=True)
 class Definition:
-    """The class ``owner`` of the sources, whose objects are ``thing``, defines a method."""
+    """The user's class named ``owner``, whose base class is ``known_object``, defines a method."""
 
-    thing: Thing
+    known_object: KnownObject
     owner: str
     method: ast.FunctionDef | ast.AsyncFunctionDef
 
     @property
     def library(self) -> str:
         """The library that the base belongs to."""
-        return self.thing.library
+        return self.known_object.library
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """The class ``cls`` of the sources, whose objects are ``thing``, has a dict that may configure a scheduler."""
+class SchedulerDict:
+    """The user's class ``cls``, whose base class is ``known_object``, contains a dict literal that may configure a scheduler."""
 
-    thing: Thing
+    known_object: KnownObject
     cls: ClassInfo
     config: ast.Dict
 
     @property
     def library(self) -> str:
         """The library that the base belongs to."""
-        return self.thing.library
+        return self.known_object.library
 
 
-Question: TypeAlias = Named | Attribute | Entry | FileName | Construction | Definition | Schedule
+Question: TypeAlias = Named | Attribute | CheckpointEntry | FileName | Construction | Definition | SchedulerDict
 PLATEAU = (
     "it steps before the validation that is due at its step, where Lightning's steps after it: the first step needs 'strict': False, "
     "and each one follows the validation before; 'interval': 'epoch' follows the epoch's own validation"
 )
-"""The difference of a ``ReduceLROnPlateau`` with ``interval: "step"`` that follows what validation logs."""
+"""How a ``ReduceLROnPlateau`` with ``interval: "step"`` that monitors a validation metric differs from Lightning's."""
 
 
 def verdicts(question: Question) -> Iterator[Verdict]:
-    """The verdict about a use: none where the name is the user's own or nobody's concern, several where several arguments of a call are refused."""
+    """Yield the verdicts about a use: none if the name is the user's own or harmless, one per argument if arguments of a call are rejected."""
     match question:
         case Named():
-            return _of_name(question)
+            return _judge_name(question)
         case Attribute():
-            return _of_attribute(question)
-        case Construction(thing, call):
-            callees = [_callee(thing.plain), _callee(thing.translated)]
+            return _judge_attribute(question)
+        case Construction(known_object, call):
+            callees = [_callee(known_object.engine_class), _callee(known_object.interop_class)]
             return (
-                _of_call(f"{thing.label}.__init__", call, callees)
+                _judge_call(f"{known_object.label}.__init__", call, callees)
                 if any(callee.exists for callee in callees)
                 else iter(())
             )
-        case Entry(key):
+        case CheckpointEntry(key):
             return iter([Verdict(f"checkpoint[{key!r}]", CHANGE, CHECKPOINT[key])] if key in CHECKPOINT else ())
         case FileName(name):
             return iter([Verdict(repr(name), CHANGE, FILES[name])] if name in FILES else ())
         case Definition():
-            return _of_definition(question)
-        case Schedule(thing, cls, config):
-            is_different = thing.has_as_module("training") and follows_validation(config, cls)
+            return _judge_definition(question)
+        case SchedulerDict(known_object, cls, config):
+            is_different = known_object.has_as_module("training") and follows_validation(config, cls)
             return iter([Verdict("ReduceLROnPlateau", CHANGE, PLATEAU)] if is_different else ())
 
 
-def _of_name(question: Named) -> Iterator[Verdict]:
+def _judge_name(question: Named) -> Iterator[Verdict]:
+    """Judge a use of a library's class or function: first classes that cannot be instantiated here, then bad argument values, then the arguments."""
     api, call = question.api, question.call
     match = counterpart(api)
     if match.refused and (call is not None or question.is_base):
         yield Verdict(api.name, CHANGE, match.refused)
     elif call is None or match.verdict == CHANGE:
-        yield Verdict(api.name, match.verdict, match.where)
+        yield Verdict(api.name, match.verdict, match.sentence)
     elif reason := _refused_values(api, call, match):
         yield Verdict(f"{api.name}()", CHANGE, reason)
     else:
-        yield from _of_call(api.name, call, [_callee(match.plain), _callee(match.translated)], match.where)
+        yield from _judge_call(
+            api.name, call, [_callee(match.engine_object), _callee(match.interop_object)], match.sentence
+        )
 
 
 def _refused_values(api: Api, call: ast.Call, match: Counterpart) -> str:
-    """Why the values that a call has literally are refused; empty when they are not."""
-    if api.name == "Trainer" and (parameters := signature(match.translated)) is not None:
+    """Why the literal argument values of a call would be rejected; empty if they are accepted."""
+    if api.name == "Trainer" and (parameters := signature(match.interop_object)) is not None:
         return trainer_arguments(call, parameters)
     if api.path.startswith("callbacks."):
-        if (parameters := signature(match.translated)) and (reason := after_validation(api.name, call, parameters)):
+        if (parameters := signature(match.interop_object)) and (reason := after_validation(api.name, call, parameters)):
             return reason
-        return constructor(call, [cls for cls in (match.translated, plain_counterpart(api)[0]) if cls])
+        return constructor(call, [cls for cls in (match.interop_object, find_in_engine(api)[0]) if cls])
     return ""
 
 
-def _of_attribute(question: Attribute) -> Iterator[Verdict]:
-    thing, name, call = question.thing, question.name, question.call
-    if thing.has_as_module(name) or hasattr(object, name):
+def _judge_attribute(question: Attribute) -> Iterator[Verdict]:
+    """Judge a use of an attribute. ``members``: the attribute of the class of ``engine``, and that of the class of ``engine.interop``.
+
+    A name that neither class has is reported only if their attributes are all that the object can have, or if there is advice for the name.
+    """
+    known_object, name, call = question.known_object, question.name, question.call
+    if known_object.has_as_module(name) or hasattr(object, name):
         return
-    label = f"{thing.label}.{name}"
-    members = thing.members(name)
-    plain = members[0]
+    label = f"{known_object.label}.{name}"
+    members = known_object.members(name)
+    engine_member = members[0]
     if question.is_set:
-        if any(members) or (thing.closed and name in thing.answers):
-            verdict = _best(*(member is not None and member.settable for member in members))
-            yield Verdict(f"{label} =", verdict, f"it cannot be set: {thing.answer(name)}" if verdict == CHANGE else "")
+        if any(members) or (known_object.all_names_known and name in known_object.advice):
+            verdict = _best_verdict(*(member is not None and member.settable for member in members))
+            yield Verdict(
+                f"{label} =", verdict, f"it cannot be set: {known_object.advice_for(name)}" if verdict == CHANGE else ""
+            )
     elif not any(members):
-        if not question.is_own and (thing.closed or name in thing.answers):
-            yield Verdict(label, CHANGE, thing.answer(name))
+        if not question.defined_by_user and (known_object.all_names_known or name in known_object.advice):
+            yield Verdict(label, CHANGE, known_object.advice_for(name))
     elif call is None:
-        yield Verdict(label, AS_IS if plain else INTEROP)
-    elif thing.logs(name) and plain and plain.call and (reason := log_options(call, plain.call)):
+        yield Verdict(label, AS_IS if engine_member else INTEROP)
+    elif (
+        known_object.logs(name)
+        and engine_member
+        and engine_member.call
+        and (reason := log_options(call, engine_member.call))
+    ):
         yield Verdict(f"{label}()", CHANGE, reason)
     else:
-        method_name = "" if thing.plain is None else f"{thing.plain.__name__}.{name}"
-        yield from _of_call(
+        method_name = "" if known_object.engine_class is None else f"{known_object.engine_class.__name__}.{name}"
+        yield from _judge_call(
             label,
             call,
             [Callee(member is not None, None if member is None else member.call, method_name) for member in members],
         )
 
 
-def _of_definition(question: Definition) -> Iterator[Verdict]:
-    thing, method = question.thing, question.method
+def _judge_definition(question: Definition) -> Iterator[Verdict]:
+    """Judge a method that the user's class defines: is it a hook that is called here, and with arguments that it accepts?"""
+    known_object, method = question.known_object, question.method
     name, label = method.name, f"def {method.name}"
-    if name.startswith("__") or thing.has_as_module(name):
+    if name.startswith("__") or known_object.has_as_module(name):
         return
-    if name in thing.uncalled:
+    if name in known_object.uncalled:
         if name not in REPLACED or refused_hook(name, with_parameters_of(method, bound=False)):
-            yield Verdict(label, CHANGE, thing.uncalled[name])
+            yield Verdict(label, CHANGE, known_object.uncalled[name])
         return
-    members = thing.members(name)
+    members = known_object.members(name)
     if not any(members):
         return
-    reason = _misfit(question, members)
-    verdict = CHANGE if reason else _best(*(member is not None for member in members))
+    reason = _why_not_callable(question, members)
+    verdict = CHANGE if reason else _best_verdict(*(member is not None for member in members))
     if verdict == AS_IS and name == "on_train_batch_end" and _reads_keys(method, "outputs"):
         verdict, reason = INTEROP, "with engine alone, outputs is what training_step returned"
     yield Verdict(label, verdict, reason)
 
 
-def _misfit(question: Definition, members: Sequence[Member | None]) -> str:
-    """Why a method cannot be called in place of ours; empty: it can be."""
-    thing, method = question.thing, question.method
-    both = zip((thing.plain, thing.translated), members, strict=True)
-    cls, member = next((cls, member) for cls, member in both if cls is not None and member is not None)
+def _why_not_callable(question: Definition, members: Sequence[Member | None]) -> str:
+    """Why the user's method cannot be called in place of our method of that name; empty if it can."""
+    known_object, method = question.known_object, question.method
+    classes_and_members = zip((known_object.engine_class, known_object.interop_class), members, strict=True)
+    cls, member = next((cls, member) for cls, member in classes_and_members if cls is not None and member is not None)
     is_property = any(isinstance(node, ast.Name) and node.id == "property" for node in method.decorator_list)
     if member.call is None or is_property:
         return ""
@@ -238,7 +253,7 @@ def _misfit(question: Definition, members: Sequence[Member | None]) -> str:
 
 
 def _reads_keys(method: ast.FunctionDef | ast.AsyncFunctionDef, argument: str) -> bool:
-    """Tell whether a method takes entries of an argument by name: ``outputs["loss"]``, ``outputs.get("loss")``."""
+    """Whether a method reads entries of its dict argument ``argument``: ``outputs["loss"]``, ``outputs.get("loss")``."""
     return any(
         isinstance(node, (ast.Subscript, ast.Attribute))
         and isinstance(node.value, ast.Name)
@@ -248,8 +263,8 @@ def _reads_keys(method: ast.FunctionDef | ast.AsyncFunctionDef, argument: str) -
     )
 
 
-def _best(plain: bool, translated: bool) -> str:
-    return AS_IS if plain else INTEROP if translated else CHANGE
+def _best_verdict(in_engine: bool, in_interop: bool) -> str:
+    return AS_IS if in_engine else INTEROP if in_interop else CHANGE
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------------------
@@ -257,9 +272,10 @@ def _best(plain: bool, translated: bool) -> str:
 
 @dataclass(frozen=True)
 class Callee:
-    """One of the two functions that may take a call: the one of ``engine``, or the one of ``engine.interop``.
+    """The function that a call would reach here, in ``engine`` or in ``engine.interop``.
 
-    ``exists``: whether it exists. ``call``: its parameters, ``None`` if Python does not tell. ``name``: for errors, ``"TrainModule.log"``.
+    ``exists``: whether there is such a function. ``call``: its signature, ``None`` if Python cannot tell. ``name``: its name in
+    :data:`engine.compat.names.ARGUMENTS`, such as ``"TrainModule.log"``.
     """
 
     exists: bool
@@ -267,7 +283,7 @@ class Callee:
     name: str = ""
 
     def refused(self, call: ast.Call) -> list[str]:
-        """The arguments of a call that it does not take."""
+        """The keywords of a call that this function does not accept; an empty string stands for too many positional arguments."""
         if self.call is None:
             return []
         keywords = [keyword.arg for keyword in call.keywords if keyword.arg is not None]
@@ -278,35 +294,35 @@ class Callee:
 
 @functools.cache
 def _callee(counterpart: object) -> Callee:
-    """A class or a function as what may take a call."""
+    """Describe a class or a function of this library as the target of a call; ``None``: there is no such function."""
     name = getattr(counterpart, "__name__", "")
     parameters = signature(counterpart)
     return Callee(counterpart is not None, parameters, f"{name}.__init__" if isinstance(counterpart, type) else name)
 
 
-def _of_call(name: str, call: ast.Call, callees: Sequence[Callee], where: str = "") -> Iterator[Verdict]:
-    """Judge a call: as is where our function takes the arguments, through interop where that one does, else what to do about each."""
+def _judge_call(name: str, call: ast.Call, callees: Sequence[Callee], location: str = "") -> Iterator[Verdict]:
+    """Judge a call: as is if ``engine``'s function accepts the arguments, interop if ``engine.interop``'s does; else a verdict per argument."""
     verdict, refused = call_verdict(call, callees)
     for argument, sentence in refused:
         yield Verdict(f"{name}({argument}=)" if argument else f"{name}()", verdict, sentence)
     if not refused:
-        yield Verdict(name, verdict, where)
+        yield Verdict(name, verdict, location)
 
 
 def call_verdict(call: ast.Call, callees: Sequence[Callee]) -> tuple[str, list[tuple[str, str]]]:
-    """The verdict about a call, and for one that neither callee takes its arguments with what to do about each."""
+    """The verdict about a call and, if no callee accepts its arguments, pairs of each rejected argument and what to do about it."""
     refused: list[tuple[str, str]] = []
     for verdict, callee in zip((AS_IS, INTEROP), callees, strict=True):
         if callee.exists:
             names = callee.refused(call)
             if not names:
                 return verdict, []
-            refused = [(name, _about(name, callees)) for name in names]
+            refused = [(name, _argument_advice(name, callees)) for name in names]
     return CHANGE, refused
 
 
-def _about(name: str, callees: Sequence[Callee]) -> str:
-    """The sentence about an argument that a call does not take."""
+def _argument_advice(name: str, callees: Sequence[Callee]) -> str:
+    """Say what to do about an argument that no callee accepts; ``name`` is empty for too many positional arguments."""
     for callee in callees:
         if name in ARGUMENTS.get(callee.name, {}):
             return ARGUMENTS[callee.name][name]

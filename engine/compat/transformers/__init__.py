@@ -1,1 +1,1 @@
-"""transformers and peft: their models, and the arguments of their trainer. ``engine.huggingface`` is what users import."""
+"""Support for models of transformers and peft, and for transformers' ``TrainingArguments``. Users import ``engine.huggingface``."""

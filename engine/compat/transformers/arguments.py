@@ -1,4 +1,4 @@
-"""The fields of ``transformers.TrainingArguments`` that have another name or no setting here, with what to do instead, and names of values."""
+"""The fields of ``transformers.TrainingArguments`` that have another name or no setting here, with advice, and names of their values."""
 
 from __future__ import annotations
 
@@ -110,11 +110,11 @@ ARGUMENTS = {
     "use_ipex": Argument(in_file="is for Intel's extension"),
     "jit_mode_eval": Argument(in_file="evaluations are not traced"),
 }
-"""The fields, in their order. Where ``neutral`` is empty, a field with ``in_file`` is harmless: its value changes nothing here."""
+"""The fields, in the order of the class. A field with ``in_file`` and without ``neutral`` is harmless: its value changes nothing here."""
 SETTINGS = {name: argument.setting for name, argument in ARGUMENTS.items() if argument.setting}
 OTHERWISE = {name: argument.instead for name, argument in ARGUMENTS.items() if argument.instead}
 NAMED_AFTER = ("hub_", "trackio_", "push_to_hub_", "xla_")
-"""Beginnings of the names of other harmless fields."""
+"""Prefixes of the names of other harmless fields."""
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
     **{name: name for name in ("adamw_torch_fused", "sgd", "adagrad", "rmsprop")},

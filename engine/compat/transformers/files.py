@@ -17,24 +17,24 @@ from engine.utils.log import warn_once
 
 
 class Publication:
-    """The files of a model, for :func:`engine.checkpoint.export.export_checkpoint`. In a loop of your own::
+    """The files of a model, for :func:`engine.checkpoint.export.export_checkpoint`. In your own loop::
 
         engine.register_for_checkpointing(Publication(model, tokenizer))
 
     Args:
         model: a ``PreTrainedModel`` or a ``PeftModel``.
         tokenizer: a tokenizer or processor; anything with ``save_pretrained``.
-        prefix: of the model's names in the checkpoint.
+        prefix: the prefix of the model's names in the checkpoint.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any = None, prefix: str = "") -> None:
         self.model, self.tokenizer, self.prefix = model, tokenizer, prefix
-        self._of_tokenizer: dict[str, bytes] | None = None
+        self._tokenizer_files: dict[str, bytes] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The files, and the exported names of an adapter's tensors."""
-        if self._of_tokenizer is None:  # it does not change, and may be large
-            self._of_tokenizer = {} if self.tokenizer is None else _saved(self.tokenizer)
+        if self._tokenizer_files is None:  # read once, because it does not change and may be large
+            self._tokenizer_files = {} if self.tokenizer is None else _saved_files(self.tokenizer)
         model: Any = self.model
         if hasattr(model, "peft_config"):
             exported_names = adapter_names(model)
@@ -45,26 +45,26 @@ class Publication:
                 )
                 return {}
             names = {f"{self.prefix}{name}": exported for name, exported in exported_names.items()}
-            files = _saved(adapter_config(model))
-            return published({**files, **self._of_tokenizer}, stem="adapter_model", names=names)
+            files = _saved_files(adapter_config(model))
+            return published({**files, **self._tokenizer_files}, stem="adapter_model", names=names)
         config = copy.deepcopy(model.config)
         config.architectures, config.dtype = [_class_name(model)], next(model.parameters()).dtype
-        files = _saved(config)
+        files = _saved_files(config)
         if getattr(model, "generation_config", None) is not None and model.can_generate():
-            files |= _saved(model.generation_config)
-        return published({**files, **self._of_tokenizer}, prefix=self.prefix)
+            files |= _saved_files(model.generation_config)
+        return published({**files, **self._tokenizer_files}, prefix=self.prefix)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load nothing: the files are the model's own."""
+        """Load nothing: the files are made from the current model."""
 
 
 def adapter_names(model: Any) -> dict[str, str] | None:
-    """A ``PeftModel``'s own names of its adapter's tensors, each with the one that ``PeftModel.from_pretrained`` expects.
+    """Map a ``PeftModel``'s names of its adapter's tensors to the names that ``PeftModel.from_pretrained`` expects.
 
-    ``None``: the files of such an adapter have other tensors than the model (p-tuning, prefixes with a projection).
+    ``None`` if this kind of adapter is saved as other tensors than the model's (p-tuning, prefixes with a projection).
 
     Raises:
-        ValueError: there are several adapters.
+        ValueError: the model has several adapters.
     """
     from peft import get_peft_model_state_dict
 
@@ -89,7 +89,7 @@ def adapter_names(model: Any) -> dict[str, str] | None:
     exported_names = {names[id(tensor)]: exported for exported, tensor in exported_tensors.items()}
     return exported_names | {
         name: name for name in trained_names(model) if name not in exported_names
-    }  # layers that were unfrozen besides
+    }  # layers that were unfrozen in addition to the adapter
 
 
 def trained_names(model: nn.Module) -> list[str]:
@@ -98,7 +98,7 @@ def trained_names(model: nn.Module) -> list[str]:
 
 
 def adapter_config(model: Any) -> Any:
-    """The configuration of a ``PeftModel``'s adapter, as its ``save_pretrained`` writes it."""
+    """The configuration of a ``PeftModel``'s adapter, as ``PeftModel.save_pretrained`` writes it."""
     config = copy.deepcopy(next(iter(model.peft_config.values())))
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = getattr(base_of(model), "name_or_path", None)
@@ -107,12 +107,13 @@ def adapter_config(model: Any) -> Any:
 
 
 def _class_name(model: nn.Module) -> str:
-    """The class as ``transformers`` knows it: FSDP makes subclasses."""
+    """The name of the model's class in transformers, of which FSDP creates a subclass."""
     name = type(model).__name__
     return name.removeprefix("FSDP") if any("FSDPModule" in cls.__name__ for cls in type(model).__mro__) else name
 
 
-def _saved(thing: Any) -> dict[str, bytes]:
+def _saved_files(source: Any) -> dict[str, bytes]:
+    """The files that ``source.save_pretrained`` writes, by name."""
     with tempfile.TemporaryDirectory() as folder:
-        thing.save_pretrained(folder)
+        source.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.suffix != ".py"}

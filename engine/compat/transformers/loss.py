@@ -1,4 +1,4 @@
-"""The loss of a transformers model with the number of items that it is a mean over, so that windows and ranks are exact."""
+"""Finds how many items a transformers model's loss is a mean over, so that means over accumulation windows and ranks are exact."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers.loss import loss_utils
 from engine.step.gradients import Loss, nonzero
 
 IGNORED = -100
-"""The label that counts for nothing."""
+"""The label of positions that the loss ignores."""
 _OF_TOKENS = (loss_utils.ForCausalLMLoss, loss_utils.ForMaskedLMLoss, loss_utils.ForTokenClassification)
 _COUNTED = (*_OF_TOKENS, loss_utils.ForSemanticSegmentationLoss, loss_utils.ForSequenceClassificationLoss)
 _OF_SAMPLES = (loss_utils.ForQuestionAnsweringLoss,)
@@ -25,12 +25,12 @@ Count = Callable[[Mapping[str, Any]], Tensor | float]
 
 
 class CountedFunction:
-    """A loss function of transformers that keeps the number of labels that it is a mean over; over none its value is 0, not NaN."""
+    """Wraps a loss function of transformers and records how many labels each loss is a mean over; without labels the loss is 0, not NaN."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function, self._signature = function, inspect.signature(function)
         self.counts: deque[Tensor | None] = deque(maxlen=2)
-        """Label counts of the latest calls, until somebody takes them; ``None``: a mean over samples."""
+        """The label counts of the latest calls, until :class:`CountedLoss` takes them; ``None`` for a mean over samples."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.function in _OF_SAMPLES:
@@ -42,12 +42,13 @@ class CountedFunction:
         count = None
         if (labels := self._labels(arguments)) is not None:
             count = (labels != arguments.get("ignore_index", IGNORED)).sum()
-            to = bound.arguments if "num_items_in_batch" in bound.arguments else bound.arguments["kwargs"]
-            to["num_items_in_batch"] = nonzero(count)
+            target = bound.arguments if "num_items_in_batch" in bound.arguments else bound.arguments["kwargs"]
+            target["num_items_in_batch"] = nonzero(count)
         self.counts.append(count)
         return self.function(*bound.args, **bound.kwargs)
 
     def _labels(self, arguments: Mapping[str, Any]) -> Tensor | None:
+        """The labels that the loss is a mean over; ``None`` if it is a mean over samples."""
         labels: Tensor = arguments["labels"]
         if self.function is loss_utils.ForCausalLMLoss:
             shifted = arguments.get("shift_labels")
@@ -60,21 +61,21 @@ class CountedFunction:
 
 
 class CountedLoss:
-    """Called with a model's outputs and its batch, gives what ``engine.backward`` and ``training_step`` take::
+    """Computes the loss for ``engine.backward`` and ``training_step`` from a model's outputs and its batch::
 
         loss = CountedLoss(model)  # before engine.prepare(model)
         engine.backward(loss(model(**batch), batch))
 
-    A mean over labels becomes :class:`engine.Loss` with the number of labels that the model's own loss divides by: those that are not -100, for
-    causal models after the shift. A mean over samples (regression, question answering) stays a scalar. Of a model that computes its loss without
-    transformers' loss functions, the first batch shows which mean it is.
+    A mean over labels becomes an :class:`engine.Loss` with the number of labels that the model's own loss divides by: those that are not -100, for
+    causal models after the shift. A mean over samples (regression, question answering) stays a scalar. If a model computes its loss without
+    transformers' loss functions, the first batch is used to find out which mean it is.
 
     Args:
         model: a ``PreTrainedModel`` or a ``PeftModel`` around one; its ``loss_function`` is wrapped.
-        count: ``"samples"``, or a function of the batch that gives the number of items, for losses that are another mean.
+        count: ``"samples"``, or a function of the batch that returns the number of items that the loss is a mean over.
 
     Raises:
-        ValueError: (when called) the model's loss is none of these means, and there is no ``count``.
+        ValueError: (when called) the model's loss is none of these means, and ``count`` is not given.
     """
 
     def __init__(self, model: nn.Module, count: str | Count | None = None) -> None:
@@ -99,18 +100,19 @@ class CountedLoss:
         self.begin()
         if len(counts) > 1:
             raise self._unknown("is the sum of several means, or an earlier forward pass's loss was not taken")
-        count = counts[0] if counts else self._of_measured(loss, outputs, batch)
+        count = counts[0] if counts else self._measured_count(loss, outputs, batch)
         return loss if count is None else Loss(loss * count, count)
 
     def begin(self) -> None:
-        """A new forward pass starts: losses that were computed before it are not asked for any more."""
+        """Discard the counts of earlier losses, because a new forward pass starts."""
         if self._function is not None:
             self._function.counts.clear()
 
-    def _of_measured(self, loss: Tensor, outputs: Any, batch: Mapping[str, Any]) -> Tensor | None:
+    def _measured_count(self, loss: Tensor, outputs: Any, batch: Mapping[str, Any]) -> Tensor | None:
+        """The number of labels of a loss whose kind of mean the first batch has shown; ``None`` for a mean over samples."""
         labels = batch.get("labels")
         if not self._measured:
-            with torch.no_grad():  # once: it waits for the device
+            with torch.no_grad():  # only once, because it waits for the device
                 self._measured = _measure(loss, outputs if isinstance(outputs, Mapping) else {}, batch)
             if not self._measured:
                 raise self._unknown("is neither the mean over labels that are not -100 nor the mean over samples")
@@ -127,12 +129,13 @@ class CountedLoss:
 
 
 def base_of(model: nn.Module) -> Any:
-    """The transformers model itself, without peft's wrapper."""
+    """The transformers model inside peft's wrapper, if there is one."""
     inner: Any = getattr(model, "get_base_model", None)
     return model if inner is None else inner()
 
 
 def _counted(base: Any) -> CountedFunction | None:
+    """Wrap the model's loss function to count labels; ``None`` if it is not one of transformers' functions."""
     function = getattr(base, "loss_function", None)
     if isinstance(function, CountedFunction):
         return function
@@ -144,7 +147,7 @@ def _counted(base: Any) -> CountedFunction | None:
 
 
 def _measure(loss: Tensor, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
-    """Which mean a loss is: over ``"labels"``, ``"shifted"`` labels or ``"samples"``; empty if none of them."""
+    """Find what the loss was averaged over: ``"labels"``, ``"shifted"`` (labels) or ``"samples"``; an empty string if it matches none."""
     logits, labels = outputs.get("logits"), batch.get("labels")
     candidates: list[tuple[str, Tensor]] = []
     if isinstance(logits, Tensor) and isinstance(labels, Tensor):

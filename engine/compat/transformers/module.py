@@ -1,4 +1,4 @@
-"""``HFModule``: a transformers model, with or without a peft adapter, as ``Fit`` trains it."""
+"""``HFModule``: trains a transformers model, with or without a peft adapter, with ``Fit``."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ class HFModule(TrainModule):
 
         fit.run(HFModule(model, lr=2e-5), loader)
 
-    Batches are dicts of the model's arguments, as transformers' collators make them. A loss over tokens weighs by its labels that are not -100
-    (:class:`engine.huggingface.CountedLoss`), so that windows and ranks are exact. Logged are ``train/loss``, ``val/loss`` and
-    ``test/loss``, and of language models ``val/perplexity`` and ``test/perplexity``. ``predict_step`` gives the logits, or generates.
+    Batches are dicts of the model's arguments, as transformers' collators return them. A loss over tokens is weighted by the number of labels that
+    are not -100 (:class:`engine.huggingface.CountedLoss`), so that means over accumulation windows and ranks are exact. It logs ``train/loss``,
+    ``val/loss`` and ``test/loss``, and for language models ``val/perplexity`` and ``test/perplexity``. ``predict_step`` returns logits, or generates.
 
-    A checkpoint has what ``fit checkpoint export`` writes beside the weights: configuration, generation configuration and tokenizer; of a
-    ``PeftModel`` only the adapter is saved and exported.
+    A checkpoint also contains the files that ``fit checkpoint export`` writes beside the weights: configuration, generation configuration and
+    tokenizer. Of a ``PeftModel`` only the adapter is saved and exported.
 
     Override :meth:`loss` or any step; the model is ``self.model``.
 
     Args:
-        model: the model; on every rank with the same values.
+        model: the model, with the same values on every rank.
         optimizer: a name in ``torch.optim`` in any case, or a function of the parameter groups and ``lr``, such as an optimizer's class.
-        lr: its learning rate at the end of the warm-up.
-        weight_decay: of all trained parameters but norms and biases.
-        scheduler: a name of ``transformers.get_scheduler``, with one step for each optimizer step; ``None``: the rate is constant.
-        warmup: steps, or as a float below 1 a fraction of all steps.
-        optimizer_args, scheduler_args: further arguments of both, such as ``{"betas": (0.9, 0.95)}`` and ``{"num_cycles": 2}``.
-        total_steps: the length of the schedule, by default that of the training.
-        monitor: the value that ``scheduler="reduce_lr_on_plateau"`` follows.
+        lr: the learning rate at the end of the warm-up.
+        weight_decay: the weight decay of all trained parameters except norms and biases.
+        scheduler: a name for ``transformers.get_scheduler``, which steps once per optimizer step; ``None``: a constant learning rate.
+        warmup: the number of warm-up steps, or, as a float below 1, a fraction of all steps.
+        optimizer_args, scheduler_args: further arguments of the two, such as ``{"betas": (0.9, 0.95)}`` and ``{"num_cycles": 2}``.
+        total_steps: the number of steps of the schedule; by default those of the training.
+        monitor: the logged value that ``scheduler="reduce_lr_on_plateau"`` follows.
         tokenizer: a tokenizer or processor to export with the weights.
-        generation: arguments of ``generate``, with which ``predict_step`` generates: ``{"max_new_tokens": 64}``.
-        count: how many items the loss of a micro-batch is a mean over, if the model's own loss does not say: see ``CountedLoss``.
-        save_base: also save the frozen model under a ``PeftModel`` in checkpoints.
+        generation: arguments of ``generate``, which ``predict_step`` then calls: ``{"max_new_tokens": 64}``.
+        count: the number of items that a micro-batch's loss is a mean over, if this is not known from the model's own loss; see ``CountedLoss``.
+        save_base: also save the frozen base model of a ``PeftModel`` in checkpoints.
 
     Raises:
         ValueError: an argument is unknown (some of them in ``configure_optimizers``, before the first step), or transformers has sharded the model.
@@ -90,7 +90,7 @@ class HFModule(TrainModule):
         self.tokenizer, self.generation, self.count, self.save_base = tokenizer, generation, count, save_base
         self.perplexity = _Perplexity()
         self.complete_state = False
-        """Whether ``state_dict()`` has the frozen model under an adapter as well, in spite of ``save_base=False``; set by ``Fit.state_dict``."""
+        """Whether ``state_dict()`` includes an adapter's frozen base model despite ``save_base=False``; set by ``Fit.state_dict``."""
         self._pretrained = model if isinstance(model, Pretrained) else None
         if not isinstance(model, Pretrained):
             self._set_model(model)
@@ -106,14 +106,14 @@ class HFModule(TrainModule):
         model_args: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Self:
-        """The model of a folder, or of the Hub, built when the run starts. Under FSDP and ZeRO-3 each rank reads only its own shards from the
-        safetensors files; other strategies call ``from_pretrained``.
+        """Create a module whose model, from a folder or the Hub, is built when the run starts. Under FSDP and ZeRO-3 each rank reads only its own
+        shards from the safetensors files; other strategies call ``from_pretrained``.
 
         Args:
             auto: a class of transformers, by default ``AutoModelForCausalLM``.
             peft: the configuration of a new adapter, such as ``LoraConfig(...)``.
             model_args: further arguments of ``from_pretrained``, such as ``{"dtype": torch.float32, "attn_implementation": "sdpa"}``.
-            options: those of the constructor.
+            options: further arguments of the constructor.
 
         Raises:
             ValueError: ``model_args`` ask transformers to shard the model.
@@ -123,6 +123,7 @@ class HFModule(TrainModule):
         return cls(Pretrained(path, auto, peft, dict(model_args or {})), **options)
 
     def _set_model(self, model: nn.Module) -> None:
+        """Set the model and all that depends on it; refuse one that transformers has sharded."""
         if getattr(base_of(model).config, "distributed_config", None) and any(map(is_sharded, model.parameters())):
             raise ValueError(
                 f"{type(model).__name__} was sharded by transformers when it was loaded (distributed_config=, tp_plan=); {SHARDING}"
@@ -137,7 +138,7 @@ class HFModule(TrainModule):
     # -- the model --------------------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Downloads a model of the Hub, once on each machine."""
+        """Download a model of the Hub, once on each machine."""
         if self._pretrained is not None:
             self._pretrained.folder(download=True)
 
@@ -147,12 +148,12 @@ class HFModule(TrainModule):
             self.built = True
 
     def init_weights(self, module: nn.Module) -> None:
-        """Initialize ``module``, unless it is a part of a saved model, whose values :meth:`read_weights` reads."""
+        """Initialize ``module``, unless it is part of a saved model, whose weights :meth:`read_weights` reads."""
         if self._pretrained is None or not any(part is module for part in self.model.modules()):
             super().init_weights(module)
 
     def read_weights(self) -> None:
-        """Called by the run on every rank when the model is sharded: reads this rank's shards of a model that was built without values."""
+        """Read this rank's shards of a model that was built without values; the run calls this on every rank once the model is sharded."""
         if self._pretrained is not None:
             engine = self.run.engine
             self._pretrained.read(self.model, engine.strategy, engine.seed)
@@ -162,9 +163,9 @@ class HFModule(TrainModule):
         return self.model(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """``model.generate``, under every strategy; to be called by all ranks, in a ``validation_step``, ``test_step`` or ``predict_step``.
+        """Call ``model.generate`` under any strategy; all ranks must call this, in ``validation_step``, ``test_step`` or ``predict_step``.
 
-        Where parameters are sharded, every rank generates until the last one has finished.
+        If parameters are sharded, every rank generates until the last rank has finished.
         """
         if self.attached and self.world_size > 1 and any(map(is_sharded, self.model.parameters())):
             kwargs.setdefault("synced_gpus", True)
@@ -174,7 +175,7 @@ class HFModule(TrainModule):
     # -- steps ------------------------------------------------------------------------------------------------------------------
 
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Loss | Tensor:
-        """The loss of a micro-batch: a :class:`engine.Loss`, or a scalar, the mean over the samples. Override it for a loss of your own."""
+        """Return a micro-batch's loss: an :class:`engine.Loss`, or a scalar that is the mean over the samples. Override this for your own loss."""
         return self._loss(outputs, batch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Loss | Tensor:
@@ -206,7 +207,7 @@ class HFModule(TrainModule):
                 f"HFModule takes batches that are dicts of the model's arguments, got {type(batch).__name__}: let the loader's collate_fn make "
                 "them (transformers.default_data_collator, DataCollatorForLanguageModeling), or override inputs(batch)"
             )
-        # A cache of keys and values is for generation.
+        # The cache of keys and values is useful only in generation.
         cached = getattr(base_of(self.model).config, "use_cache", None) is not None
         return {**({"use_cache": False} if cached else {}), **batch}
 
@@ -248,13 +249,13 @@ class HFModule(TrainModule):
             checkpoint["published"] = self._publication.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take no files from the checkpoint: they are the model's own."""
+        """Load nothing: the files for export are made from the current model."""
 
 
 def as_module(value: Any) -> Any:
     """Wrap a model of transformers or peft in an :class:`HFModule` with its defaults, so that ``fit.run(model, loader)`` takes it.
 
-    A model gets one and the same module at each call. Anything else is returned unchanged.
+    Every call with the same model returns the same module. Any other object is returned unchanged.
     """
     if not isinstance(value, PreTrainedModel) and not (isinstance(value, nn.Module) and hasattr(value, "peft_config")):
         return value
@@ -266,7 +267,7 @@ def as_module(value: Any) -> Any:
 
 
 class _Perplexity(MeanMetric):
-    """The exponential of a mean."""
+    """The exponential of the mean loss."""
 
     def compute(self) -> Tensor:
         return torch.exp(super().compute())
@@ -275,7 +276,7 @@ class _Perplexity(MeanMetric):
 def _remove_other_names(
     kept_names: set[str], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    """Leave the model's names that are not in ``kept_names`` out of a ``state_dict``, unless all of it is asked for."""
+    """Remove the model's names that are not in ``kept_names`` from a ``state_dict``, unless ``complete_state`` is set."""
     if vars(module).get("complete_state"):
         return
     for name in list(state):

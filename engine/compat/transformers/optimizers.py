@@ -1,4 +1,4 @@
-"""Optimizers and learning rate schedules of transformers, by name."""
+"""Creates optimizers and learning rate schedules from their names, as transformers does."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transformers.trainer_utils import SchedulerType
 from engine.utils.errors import nearest
 
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
-"""Patterns of the parameters that weight decay leaves alone, as in ``transformers.Trainer``."""
+"""Patterns of the names of parameters without weight decay, as in ``transformers.Trainer``."""
 PLATEAU = SchedulerType.REDUCE_ON_PLATEAU.value
-_ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
+_WITHOUT_LENGTH = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The trained parameters in two groups: with ``weight_decay``, and without (norms and biases). Empty groups are left out."""
+    """Divide the trained parameters into a group with ``weight_decay`` and one without (norms and biases). Empty groups are left out."""
     decayed = set(get_parameter_names(model, [nn.LayerNorm], list(NO_DECAY)))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
@@ -35,10 +35,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
-    """The optimizer of ``torch.optim`` of this name, in any case: ``"adamw"``, ``"sgd"``, ``"adafactor"``.
+    """The class in ``torch.optim`` with this name in any case, such as ``"adamw"``, ``"sgd"`` or ``"adafactor"``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such class.
     """
     classes = {
         class_name.lower(): cls
@@ -55,7 +55,7 @@ def optimizer_class(name: str) -> type[Optimizer]:
 def make_optimizer(
     optimizer: str | Callable[..., Optimizer], groups: list[dict[str, Any]], lr: float, options: Mapping[str, Any]
 ) -> Optimizer:
-    """Make the optimizer for parameter ``groups``.
+    """Create the optimizer for parameter ``groups``.
 
     Raises:
         ValueError: the name is unknown, or no parameter is trained.
@@ -67,7 +67,7 @@ def make_optimizer(
 
 
 def warmup_steps(warmup: int | float, total: int | None) -> int:
-    """The steps of a warm-up that is given in steps, or as a fraction (a float below 1) of all steps."""
+    """The number of warm-up steps, given as such or as a fraction (a float below 1) of all steps."""
     if isinstance(warmup, float) and warmup < 1:
         if total is None:
             raise ValueError(
@@ -85,21 +85,23 @@ def make_schedule(
     options: Mapping[str, Any],
     monitor: str,
 ) -> dict[str, Any]:
-    """The schedule of :func:`transformers.get_scheduler` of this ``name``, as ``configure_optimizers`` returns it.
+    """Create a schedule with :func:`transformers.get_scheduler`; return the dict for ``configure_optimizers``.
 
     Args:
-        total: gives the optimizer steps of the whole training, where the schedule needs them.
-        monitor: what ``"reduce_lr_on_plateau"`` follows.
+        total: returns the number of optimizer steps in the whole training; called only if the schedule needs it.
+        monitor: the logged value that ``"reduce_lr_on_plateau"`` follows.
 
     Raises:
         ValueError: the name is unknown, or the length of the training is not known.
     """
-    names = [kind.value for kind in SchedulerType if kind.value != "greedy"]  # that one has no schedule
+    names = [
+        kind.value for kind in SchedulerType if kind.value != "greedy"
+    ]  # get_scheduler has no schedule for "greedy"
     if name not in names:
         raise ValueError(f"scheduler={name!r} is unknown{nearest(name, names)}; possible: {', '.join(names)}, None")
     if name == PLATEAU:
         schedule = get_scheduler(name, optimizer, scheduler_specific_kwargs=dict(options))
         return {"scheduler": schedule, "interval": "epoch", "monitor": monitor}
-    total_steps = None if name in _ENDLESS and not (isinstance(warmup, float) and warmup < 1) else total()
+    total_steps = None if name in _WITHOUT_LENGTH and not (isinstance(warmup, float) and warmup < 1) else total()
     schedule = get_scheduler(name, optimizer, warmup_steps(warmup, total_steps), total_steps, dict(options) or None)
     return {"scheduler": schedule, "interval": "step"}

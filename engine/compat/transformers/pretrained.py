@@ -1,4 +1,4 @@
-"""A saved model that is built when the run starts; each rank reads its own shards."""
+"""A saved model that is built when the run starts; under sharding each rank reads only its own shards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Pretrained:
     _unread: bool = field(default=False, init=False)
 
     def folder(self, download: bool = False) -> Path:
-        """Where the files are: of a model of the Hub, in its cache."""
+        """The folder of the files; for a model of the Hub, in its local cache (``download``: fetch missing files)."""
         if Path(self.path).is_dir():
             return Path(self.path)
         from huggingface_hub import snapshot_download
@@ -42,13 +42,13 @@ class Pretrained:
         return Path(snapshot_download(self.path, local_files_only=not download, **options))
 
     def build(self) -> Any:
-        """The model; without values where the strategy builds models without them (call :meth:`read` when it is sharded)."""
+        """Build the model. If the strategy builds models without values, call :meth:`read` once it is sharded."""
         auto: Any = AutoModelForCausalLM if self.auto is None else self.auto
         self._unread = builds_without_values()
         if self._unread:
             options = {name: value for name, value in self.options.items() if name != "revision"}
-            make = getattr(auto, "from_config", None) or auto._from_config
-            model = make(AutoConfig.from_pretrained(self.folder()), **options)
+            build_from_config = getattr(auto, "from_config", None) or auto._from_config
+            model = build_from_config(AutoConfig.from_pretrained(self.folder()), **options)
             model.config.name_or_path = model.name_or_path = self.path
         else:
             model = auto.from_pretrained(self.path, **self.options)
@@ -58,16 +58,16 @@ class Pretrained:
 
         if not self._unread:
             return get_peft_model(model, self.peft)
-        _check(self.peft)
-        with warnings.catch_warnings():  # parameters without memory are given values later
+        _check_adapter(self.peft)
+        with warnings.catch_warnings():  # parameters without memory get their values later
             warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op")
             return get_peft_model(model, self.peft)
 
     def read(self, model: nn.Module, strategy: Strategy, seed: int) -> None:
-        """Fill this rank's part of each parameter, once; a new adapter starts as on one process with this ``seed``.
+        """Fill this rank's part of each parameter; later calls do nothing. A new adapter gets the values of one process with this ``seed``.
 
         Raises:
-            ValueError: the files lack a parameter, or have another shape.
+            ValueError: the files lack a parameter, or have it in another shape.
         """
         if not self._unread:
             return
@@ -81,41 +81,47 @@ class Pretrained:
                 tensors[id(tensor)] = tensor
         saved = SavedWeights(self.folder())
         targets: dict[str, Any] = {}
-        new: list[int] = []
-        missing: list[int] = []
+        new_keys: list[int] = []
+        missing_keys: list[int] = []
         for key, names_of_tensor in names.items():
-            plain = [name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in names_of_tensor]
-            tried = [candidate for name in plain for candidate in (name, name.removeprefix(prefix), prefix + name)]
-            if (stored_name := next((name for name in tried if name in saved.stored), None)) is not None:
+            unwrapped = [
+                name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in names_of_tensor
+            ]
+            candidates = [
+                candidate for name in unwrapped for candidate in (name, name.removeprefix(prefix), prefix + name)
+            ]
+            if (stored_name := next((name for name in candidates if name in saved.stored), None)) is not None:
                 targets[stored_name] = tensors[key]
             else:
-                (new if ".lora_" in names_of_tensor[0] else missing).append(key)
-        if missing:
-            lost = ", ".join(names[key][0] for key in missing[:5])
+                (new_keys if ".lora_" in names_of_tensor[0] else missing_keys).append(key)
+        if missing_keys:
+            missing_names = ", ".join(names[key][0] for key in missing_keys[:5])
             raise ValueError(
-                f"{self.path} has no tensor for {lost} of {type(base_of(model)).__name__}: load it with from_pretrained on one process, "
+                f"{self.path} has no tensor for {missing_names} of {type(base_of(model)).__name__}: load it with from_pretrained on one process, "
                 "which initializes or converts them, and save the result with save_pretrained"
             )
         saved.read_into(targets, strategy)
         generator = torch.Generator().manual_seed(seed % 2**63)
-        for key in new:
-            value = _new_value(names[key][0], strategy.whole_shape(tensors[key]), generator)
+        for key in new_keys:
+            value = _initial_adapter_value(names[key][0], strategy.whole_shape(tensors[key]), generator)
             fill(tensors[key], value, strategy)
 
 
-def _check(config: Any) -> None:
-    """Refuse adapters whose first values depend on the model's."""
+def _check_adapter(config: Any) -> None:
+    """Refuse adapters whose initial values depend on the model's weights."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    plain = kind == "LORA" and config.init_lora_weights is True and not config.use_dora and not config.modules_to_save
-    if not plain:
+    is_supported = (
+        kind == "LORA" and config.init_lora_weights is True and not config.use_dora and not config.modules_to_save
+    )
+    if not is_supported:
         raise ValueError(
             f"from_pretrained(peft={type(config).__name__}(...)) under a strategy that shards: only LoRA with its default initial values, without "
             "DoRA and modules_to_save, can start without the whole model. Give HFModule(get_peft_model(model, config)), or save the adapter first"
         )
 
 
-def _new_value(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """The first value of a matrix of LoRA: the product of both is zero."""
+def _initial_adapter_value(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """The initial value of a LoRA matrix; the product of A and B starts at zero."""
     value = torch.zeros(shape)
     if ".lora_A." in name:
         nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)

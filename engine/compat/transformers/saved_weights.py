@@ -1,4 +1,4 @@
-"""Whole tensors of other libraries' safetensors files, read as a strategy holds them: each rank reads its own shards."""
+"""Reads unsharded tensors from safetensors files into sharded parameters: each rank reads only its own shards."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from engine.strategies.base import Strategy
 
 
 class SavedWeights:
-    """The tensors of a folder, in ``model.safetensors`` or in the files that ``model.safetensors.index.json`` names.
+    """The tensors in a folder's ``model.safetensors``, or in the files that its ``model.safetensors.index.json`` lists.
 
     Raises:
-        FileNotFoundError: there are none.
-        ValueError, DamagedCheckpoint: they cannot be used.
+        FileNotFoundError: the folder has neither of these files.
+        ValueError, DamagedCheckpoint: the files are invalid.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,10 +33,10 @@ class SavedWeights:
         self.stored: Mapping[str, Stored] = self._files.stored
 
     def read_into(self, targets: Mapping[str, Tensor], strategy: Strategy) -> None:
-        """Fill parameters by their names in the files: whole ones, or this rank's shards under a strategy that shards. Not a collective.
+        """Fill ``targets`` (name in the files -> parameter), or this rank's shards of them under a strategy that shards. Not a collective.
 
         Raises:
-            ValueError: a name is missing, or has another shape; nothing was read.
+            ValueError: a tensor is missing, or has another shape; nothing was read.
         """
         shapes = {name: strategy.whole_shape(target) for name, target in targets.items()}
         for name, shape in shapes.items():
@@ -50,7 +50,7 @@ class SavedWeights:
                 _fill_flat(targets[name], self._elements(name, shapes[name], low, high), strategy)
 
     def _elements(self, name: str, shape: torch.Size, low: int, high: int) -> Tensor:
-        """The elements ``low`` up to ``high`` of a flattened tensor: only the rows that they are in are read."""
+        """Read the elements from ``low`` up to ``high`` of a flattened tensor, reading only the rows that contain them."""
         width = math.prod(shape[1:])
         first, last = low // width, -(-high // width)
         rows = self._files.rows(name, first, last) if shape else self._files.whole_tensors([name])[name]
@@ -58,7 +58,7 @@ class SavedWeights:
 
 
 def builds_without_values() -> bool:
-    """Whether modules that are made now get parameters without values: inside ``configure_model`` under some strategies that shard."""
+    """Whether modules created now get parameters without values, as inside ``configure_model`` under some strategies that shard."""
     weight = nn.Linear(1, 1, bias=False).weight
     return weight.is_meta or not weight.numel()
 
@@ -81,6 +81,7 @@ def _fill_flat(parameter: Tensor, elements: Tensor, strategy: Strategy) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
+    """The paths of the model's safetensors files."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         content = read_json(index)

@@ -1,4 +1,4 @@
-"""``transformers.TrainingArguments`` as settings of this library, and as arguments of the module, the loaders and the callbacks."""
+"""Converts ``transformers.TrainingArguments`` to settings of this library, and to arguments of the module, the loaders and the callbacks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from engine.config import yaml_text
 
 
 class Arguments(KeyFile):
-    """A file of ``TrainingArguments``, and what it becomes here: settings, arguments and code."""
+    """A file of ``TrainingArguments``, and the result of its conversion: settings, arguments and code."""
 
     def __init__(self, values: Mapping[str, Any], origin: str, origins: Mapping[str, str]) -> None:
         super().__init__(values, origin, origins)
         self.module: dict[str, Any] = {}
         """Arguments of ``HFModule``."""
         self.loader: dict[str, Any] = {}
-        """Arguments of the training's ``DataLoader``."""
+        """Arguments of the training ``DataLoader``."""
         self.callbacks: list[str] = []
-        """The callbacks, as code."""
+        """The callbacks, as Python expressions."""
 
     def code(self) -> list[str]:
-        """The lines of a script that a file of settings cannot have."""
+        """Lines of Python for what a file of settings cannot express."""
         module = ", ".join(f"{name}={value!r}" for name, value in self.module.items())
         loader = ", ".join(f"{name}={value!r}" for name, value in self.loader.items())
         return [
@@ -37,7 +37,7 @@ class Arguments(KeyFile):
 
 
 def read(path: Path) -> Arguments:
-    """A file with ``TrainingArguments`` as settings, code, notes and refusals.
+    """Read a file of ``TrainingArguments``; return settings, code, notes and refusals.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -81,6 +81,7 @@ def read(path: Path) -> Arguments:
 
 
 def _length(file: Arguments) -> None:
+    """Set the length of the training, the root folder and the seed."""
     epochs, steps = float(file.take_value("num_train_epochs", 3.0)), int(file.take_value("max_steps", -1))
     if steps > 0:
         file.set("max_steps", steps)
@@ -95,12 +96,12 @@ def _length(file: Arguments) -> None:
 
 
 def _every(file: Arguments, kind: str, key: str, default: Any) -> str | None:
-    """A duration from ``<kind>_strategy`` and ``<key>``; ``None``: never."""
-    how = str(file.take_value(f"{kind}_strategy", "no" if kind == "eval" else "steps")).lower()
+    """The interval that ``<kind>_strategy`` and ``key`` ask for, such as ``"500 steps"``; ``None``: never."""
+    strategy = str(file.take_value(f"{kind}_strategy", "no" if kind == "eval" else "steps")).lower()
     interval = file.take_value(key, default)
-    if how in ("no", "false"):
+    if strategy in ("no", "false"):
         return None
-    if how == "epoch":
+    if strategy == "epoch":
         return "1 epochs"
     interval = float(interval if interval else default)
     if interval < 1:
@@ -112,6 +113,7 @@ def _every(file: Arguments, kind: str, key: str, default: Any) -> str | None:
 
 
 def _intervals(file: Arguments) -> None:
+    """Set when to log and validate, and add the callbacks for checkpoints and loggers."""
     if "evaluation_strategy" in file.values:  # the name before 4.46
         file.values["eval_strategy"] = file.take_value("evaluation_strategy")
     log = _every(file, "logging", "logging_steps", 500)
@@ -150,6 +152,7 @@ def _intervals(file: Arguments) -> None:
 
 
 def _numbers(file: Arguments) -> None:
+    """Set accumulation, clipping, precision, activation checkpointing, compilation, determinism and timeouts."""
     file.set("accumulate_grad_batches", int(file.take_value("gradient_accumulation_steps", 1)))
     clip = float(file.take_value("max_grad_norm", 1.0))
     file.set("gradient_clip_val", clip or None)
@@ -189,6 +192,7 @@ def _any(file: Arguments, *names: str) -> bool:
 
 
 def _strategy(file: Arguments) -> None:
+    """Set the strategy: DeepSpeed, FSDP, or DDP with options."""
     sharding, deepspeed = file.take_value("fsdp"), file.take_value("deepspeed")
     words = sharding.split() if isinstance(sharding, str) else [str(word) for word in sharding or ()]
     config = file.take_value("fsdp_config")
@@ -211,7 +215,7 @@ def _strategy(file: Arguments) -> None:
 
 
 def _fsdp(file: Arguments, words: list[str], config: dict[str, Any]) -> None:
-    """Transformers' words and keys are Accelerate's, which are translated there."""
+    """Translate FSDP's ``words`` and ``config`` to the keys of Accelerate's file, and those to settings."""
     possible = {
         "full_shard",
         "shard_grad_op",
@@ -222,8 +226,8 @@ def _fsdp(file: Arguments, words: list[str], config: dict[str, Any]) -> None:
         "auto_wrap",
         "True",
     }
-    if strange := [word for word in words if word not in possible]:
-        file.refuse("fsdp", f"{strange[0]!r} is unknown; possible: {', '.join(sorted(possible))}")
+    if unknown := [word for word in words if word not in possible]:
+        file.refuse("fsdp", f"{unknown[0]!r} is unknown; possible: {', '.join(sorted(possible))}")
         return
     if any(flag(config.pop(name, False)) for name in ("xla", "xla_fsdp_v2")):
         file.refuse("fsdp_config", "xla is for TPUs, which are not supported")
@@ -238,16 +242,17 @@ def _fsdp(file: Arguments, words: list[str], config: dict[str, Any]) -> None:
         config.setdefault("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
     elif config.get("min_num_params"):
         config.setdefault("auto_wrap_policy", "SIZE_BASED_WRAP")
-    inner = KeyFile({"fsdp_config": config}, file.origin_of("fsdp_config"), {})
-    inner.settings.update(file.settings)
-    strategies.convert(inner, "FSDP")
-    inner.finish(("fsdp_config",))
-    file.settings.update(inner.settings)
-    file.notes += inner.notes
-    file.refused += inner.refused
+    accelerate_file = KeyFile({"fsdp_config": config}, file.origin_of("fsdp_config"), {})
+    accelerate_file.settings.update(file.settings)
+    strategies.convert(accelerate_file, "FSDP")
+    accelerate_file.finish(("fsdp_config",))
+    file.settings.update(accelerate_file.settings)
+    file.notes += accelerate_file.notes
+    file.refused += accelerate_file.refused
 
 
 def _module(file: Arguments) -> None:
+    """Collect the arguments of ``HFModule``: the optimizer and the learning rate schedule."""
     name = str(file.take_value("optim", "default_optim")).lower().removeprefix("optimizernames.")
     options: dict[str, Any] = {}
     if name not in OPTIMIZERS:
@@ -272,14 +277,15 @@ def _module(file: Arguments) -> None:
         "warmup": int(warmup) if warmup >= 1 or not warmup else float(warmup),
         **({"optimizer_args": options} if options else {}),
     }
-    more = file.take_value("lr_scheduler_kwargs")
-    if isinstance(more, Mapping):
-        file.module |= {"scheduler_args": dict(more)} if more else {}
-    elif more is not None:
+    scheduler_args = file.take_value("lr_scheduler_kwargs")
+    if isinstance(scheduler_args, Mapping):
+        file.module |= {"scheduler_args": dict(scheduler_args)} if scheduler_args else {}
+    elif scheduler_args is not None:
         file.refuse("lr_scheduler_kwargs", "must be a mapping")
 
 
 def _loader(file: Arguments) -> None:
+    """Collect the arguments of the ``DataLoader``."""
     order = str(file.take_value("train_sampling_strategy", "random")).lower()
     if order not in ("random", "sequential"):
         file.refuse("train_sampling_strategy", ARGUMENTS["group_by_length"].in_file)
@@ -292,21 +298,21 @@ def _loader(file: Arguments) -> None:
         "prefetch_factor": None,
         "in_order": True,
     }
-    for name, usual in names.items():
-        value = file.take_value(f"dataloader_{name}", usual)
-        if value != usual or (name == "pin_memory" and value):
+    for name, default in names.items():
+        value = file.take_value(f"dataloader_{name}", default)
+        if value != default or (name == "pin_memory" and value):
             file.loader[name] = value
     if file.settings["val_every"] is not None:
         file.note("per_device_eval_batch_size", "the batch_size of the validation's DataLoader")
     file.take_value("per_device_eval_batch_size")
-    more = file.take_value("accelerator_config")
-    if isinstance(more, Mapping):
-        if flag(more.get("split_batches", False)):
+    accelerator_config = file.take_value("accelerator_config")
+    if isinstance(accelerator_config, Mapping):
+        if flag(accelerator_config.get("split_batches", False)):
             file.refuse(
                 "accelerator_config",
                 "split_batches: batch_size is that of one rank; Fit(global_batch_size=) fixes the whole",
             )
-        if more.get("even_batches", True) is False or more.get("dispatch_batches"):
+        if accelerator_config.get("even_batches", True) is False or accelerator_config.get("dispatch_batches"):
             file.notes.append(
                 "accelerator_config: each sample is used once, by the rank whose turn it is; no batch is filled up"
             )

@@ -1,4 +1,4 @@
-"""Accelerate's interface to the engine: change ``accelerate`` to ``engine.interop.accelerate`` in a script's imports."""
+"""Accelerate's interface, implemented with the engine: in a script's imports, change ``accelerate`` to ``engine.interop.accelerate``."""
 
 from __future__ import annotations
 

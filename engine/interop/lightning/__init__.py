@@ -1,7 +1,7 @@
-"""Lightning's names over this library: ``import engine.interop.lightning as L``, and a Lightning project runs.
+"""Lightning's names implemented with this library: a Lightning project runs after changing its import to ``import engine.interop.lightning as L``.
 
-Submodules have Lightning's paths (``callbacks.early_stopping``, ``utilities.types``, ``pytorch.trainer.states``); several of them are one file of
-:mod:`engine.compat.lightning`.
+Submodules have Lightning's paths (``callbacks.early_stopping``, ``utilities.types``, ``pytorch.trainer.states``); several paths may refer to the same
+file of :mod:`engine.compat.lightning`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ for _part, _paths in MODULES.items():
     _file = globals()[_part]
     for _class in vars(_file).values():
         if isinstance(_class, type) and _class.__module__ == _file.__name__:
-            _class.__module__ = f"{__name__}.{_part}"  # saved settings and messages name the path that users import
+            _class.__module__ = (
+                f"{__name__}.{_part}"  # so that saved settings and messages name the path that users import
+            )
     for _path in _paths.split():
         sys.modules[f"{__name__}.{_path}"] = sys.modules[f"{__name__}.pytorch.{_path}"] = _file
 

@@ -27,7 +27,7 @@ from engine.checkpoint.manifest import SHARED
 from engine.checkpoint.tensors import Stored
 from engine.compat.convert import convert as converting
 from engine.compat.convert.convert import convert
-from engine.compat.convert.optimizer_names import named, nested
+from engine.compat.convert.optimizer_names import nested, with_parameter_names
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
@@ -464,7 +464,7 @@ def stored(**shapes: tuple[int, ...]) -> dict[str, Stored]:
     ],
 )
 def test_numbers_get_names_when_there_is_one_choice(shapes: Any, expected: Any) -> None:
-    found = named(optimizer_state(shapes), stored(a=(2, 3), b=(3,), c=(3, 1)))
+    found = with_parameter_names(optimizer_state(shapes), stored(a=(2, 3), b=(3,), c=(3, 1)))
     assert (found and [group["params"] for group in found["param_groups"]]) == expected
     if found:
         numbers = {name: number for number, name in enumerate(n for group in expected for n in group)}
@@ -473,8 +473,8 @@ def test_numbers_get_names_when_there_is_one_choice(shapes: Any, expected: Any) 
 
 def test_two_of_one_shape_are_no_choice_and_given_names_are() -> None:
     model = stored(a=(2,), b=(2,))
-    assert named(optimizer_state([[(2,)]]), model) is None
-    found = named(optimizer_state([[(2,)]], param_names=["b"]), model)
+    assert with_parameter_names(optimizer_state([[(2,)]]), model) is None
+    found = with_parameter_names(optimizer_state([[(2,)]], param_names=["b"]), model)
     assert found is not None
     assert found["param_groups"][0]["params"] == list(found["state"]) == ["b"]
 

@@ -32,7 +32,7 @@ from engine.compat.migrate.imports import Api
 def test_counterparts(library: str, path: str, verdict: str, where: str) -> None:
     found = counterpart(Api(library, path))
     assert found.verdict == verdict
-    assert found.where.startswith(where)
+    assert found.sentence.startswith(where)
 
 
 def test_the_names_in_the_table_are_there_and_here() -> None:

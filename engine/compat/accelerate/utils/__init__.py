@@ -1,1 +1,1 @@
-"""The modules of ``accelerate.utils``; ``engine.interop.accelerate.utils`` has all their names."""
+"""Modules with the names of ``accelerate.utils``; ``engine.interop.accelerate.utils`` re-exports their contents."""

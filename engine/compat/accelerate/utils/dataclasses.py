@@ -1,4 +1,4 @@
-"""Accelerate's settings objects. Those about strategies and compilation have the keys of its configuration file, which are translated."""
+"""Accelerate's settings objects. Plugins for strategies and compilation become sections of its configuration file, which are then translated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RNGType = _names("RNGType", "torch cuda mlu sdaa musa npu xla xpu hpu neuron gen
 
 
 class KwargsHandler:
-    """The base of objects for ``kwargs_handlers``."""
+    """The base class of objects for ``kwargs_handlers``."""
 
     def __post_init__(self) -> None:
         types = {item.name: item.type for item in fields(self)}  # type: ignore[arg-type]
@@ -39,12 +39,12 @@ class KwargsHandler:
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""
-        usual = vars(type(self)())
-        return {name: value for name, value in vars(self).items() if value != usual[name]}
+        defaults = vars(type(self)())
+        return {name: value for name, value in vars(self).items() if value != defaults[name]}
 
 
 class Plugin:
-    """A section of Accelerate's configuration file: each field is a key, or is renamed to it."""
+    """The base class of plugins, each of which is a section of Accelerate's configuration file; ``renamed``: field -> key, where they differ."""
 
     kind: ClassVar[str] = ""
     section: ClassVar[str] = ""
@@ -52,15 +52,15 @@ class Plugin:
     renamed: ClassVar[Mapping[str, str]] = {}
 
     def to_section(self) -> dict[str, Any]:
-        """The fields that have a value, as in the file."""
-        section = {name: _plain(value) for name, value in vars(self).items() if value is not None}
+        """The fields that have a value, as keys and values of the configuration file."""
+        section = {name: _file_value(value) for name, value in vars(self).items() if value is not None}
         if "auto_wrap_policy" in section:
-            section |= _wrapping(section["auto_wrap_policy"])
+            section |= _wrap_policy_fields(section["auto_wrap_policy"])
         return {self.prefix + self.renamed.get(name, name): value for name, value in section.items()}
 
 
-def _plain(value: Any) -> Any:
-    """A value as in the file: names of enums and classes, and what torch's own policies say."""
+def _file_value(value: Any) -> Any:
+    """Convert a value to its form in the configuration file: enums and classes to their names, torch's policies to plain values."""
     kind = type(value).__name__
     if kind in ("CPUOffload", "CPUOffloadPolicy", "OffloadPolicy"):
         return getattr(value, "offload_params", kind == "CPUOffloadPolicy")
@@ -71,8 +71,8 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, enum.Enum) else value
 
 
-def _wrapping(policy: Any) -> dict[str, Any]:
-    """Arguments of a partial of one of torch's two policies, as Accelerate's fields; empty for other policies."""
+def _wrap_policy_fields(policy: Any) -> dict[str, Any]:
+    """The fields for an auto-wrap policy that is a partial of one of torch's two policy functions; empty for other policies."""
     keywords = getattr(policy, "keywords", {})
     if "transformer_layer_cls" in keywords:
         names = sorted(cls.__name__ for cls in keywords["transformer_layer_cls"])
@@ -83,7 +83,7 @@ def _wrapping(policy: Any) -> dict[str, Any]:
 
 
 def _settings(name: str, fields: str, base: type = KwargsHandler, **namespace: Any) -> Any:
-    """A dataclass with ``fields``, written as ``name=default``; without a default it is ``None``. Flags and numbers are checked."""
+    """Create a dataclass. ``fields``: words ``name=default``, where a missing default is ``None``. Values of bool and number fields are checked."""
     dataclass_fields: list[Any] = []
     for key, _, text in (word.partition("=") for word in fields.split()):
         value = ast.literal_eval(text or "None")
@@ -119,14 +119,14 @@ _Profile: Any = _settings(
 
 
 class _Directories(KwargsHandler):
-    """The folders of a project; the trackers' is the project's unless it is given."""
+    """The folders of a project; ``logging_dir`` defaults to ``project_dir``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: Any = None) -> None:
-        """Set the folder, and the trackers' if it was not given."""
+        """Set ``project_dir``, and ``logging_dir`` if it has no value."""
         self.project_dir = project_dir
         self.logging_dir: Any = self.logging_dir or project_dir
 
@@ -144,13 +144,13 @@ _DDP: Any = _settings(
 
 
 class GradScalerKwargs(_Scaler):
-    """Arguments of the loss scaler of fp16."""
+    """Settings of the fp16 loss scaler."""
 
     def tune(self, scaler: torch.amp.GradScaler) -> None:
-        """Set a scaler that has not scaled a loss yet.
+        """Apply these settings to a scaler that has not been used yet.
 
         Raises:
-            ValueError: the scaler cannot be set.
+            ValueError: the scaler does not support them.
         """
         if not self.enabled or not isinstance(scaler, torch.amp.GradScaler):
             raise ValueError(
@@ -166,7 +166,7 @@ class ProfileKwargs(_Profile):
     """Arguments of ``torch.profiler.profile``."""
 
     def build(self) -> torch.profiler.profile:
-        """The profiler, which writes no files: ``output_trace_dir`` is its user's."""
+        """Create the profiler. It writes no files: :meth:`profiling` writes the trace into ``output_trace_dir``."""
         options = self.to_kwargs()
         plan, kinds = options.pop("schedule_option", None), options.pop("activities", None)
         options.pop("output_trace_dir", None)
@@ -178,7 +178,7 @@ class ProfileKwargs(_Profile):
 
     @contextmanager
     def profiling(self, rank: int) -> Iterator[torch.profiler.profile]:
-        """The profiler of a block, whose trace is written into ``output_trace_dir`` at its end."""
+        """Profile a block, and write its trace into ``output_trace_dir`` at the end."""
         with self.build() as profiler:
             yield profiler
         if self.output_trace_dir is not None:
@@ -187,17 +187,17 @@ class ProfileKwargs(_Profile):
 
 
 class ProjectConfiguration(_Project):
-    """Folders, and how checkpoints are named and kept."""
+    """The folders of a project, and how its checkpoints are named and how many are kept."""
 
 
 class DistributedDataParallelKwargs(_DDP):
-    """Arguments of DDP."""
+    """Settings of DDP."""
 
     HOOKS: ClassVar = {"no": None, "fp16": "fp16", "bf16": "bf16", "power_sgd": "powersgd"}
     STATE: ClassVar = {"matrix_approximation_rank": "powersgd_rank", "start_powerSGD_iter": "powersgd_start"}
 
     def to_strategy(self) -> dict[str, Any]:
-        """The strategy with the settings of this object, as ``Engine`` takes it.
+        """Convert the settings to the argument ``strategy`` of ``Engine``.
 
         Raises:
             ValueError: a setting has no counterpart.

@@ -1,4 +1,4 @@
-"""Which packages are installed and what this machine can compute, as Accelerate asks."""
+"""Accelerate's functions ``is_..._available``: which packages are installed, and what this machine supports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.utils import accelerator
 
 
 def available(what: str) -> bool:
-    """Whether a package is installed, or this machine has a device or can compute in a format."""
+    """Whether this machine supports the dtype ``"bf16"`` or ``"fp16"``, has the device type, or has the package ``what``."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if what in ("bf16", "fp16"):
         return accelerator.autocasts_to(device, torch.bfloat16) if what == "bf16" else device.type != "cpu"

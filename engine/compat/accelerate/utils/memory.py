@@ -1,4 +1,4 @@
-"""Batch sizes that fit into memory, for loops that are not a run of ``Fit`` (which has ``callbacks.find_batch_size``)."""
+"""Finds a batch size that fits into memory, for the user's own loops; with ``Fit`` use ``callbacks.find_batch_size``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-_SAID = ("out of memory", "cudnn_status_not_supported", "can't allocate memory", "not enough memory")
-"""Messages of out-of-memory errors that are not a ``torch.OutOfMemoryError``."""
+_MESSAGES = ("out of memory", "cudnn_status_not_supported", "can't allocate memory", "not enough memory")
+"""Parts of the messages of out-of-memory errors that are not a ``torch.OutOfMemoryError``."""
 
 
 def find_executable_batch_size(
@@ -18,13 +18,13 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """Decorator: call ``function(batch_size, ...)`` with smaller and smaller batches until it fits into memory.
+    """Decorate ``function(batch_size, ...)``: call it with ever smaller batch sizes until it does not run out of memory.
 
     Args:
-        reduce_batch_size_fn: the next size; by default nine tenths.
+        reduce_batch_size_fn: returns the next batch size; by default it is nine tenths of the last.
 
     Raises:
-        RuntimeError: no batch of 1 fits.
+        RuntimeError: even a batch of size 1 does not fit.
     """
     if function is None:
         return functools.partial(
@@ -52,14 +52,14 @@ def find_executable_batch_size(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device's or the host's memory was exhausted."""
+    """Whether the error says that the device or the host ran out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _SAID)
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _MESSAGES)
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Collect garbage and return cached device memory; ``None`` for each object, to assign to their names."""
+    """Collect garbage and free cached device memory; return ``None`` for each object, to assign to the caller's names."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()

@@ -15,10 +15,11 @@ from engine.utils.tree import leaves, map_tensors, move
 
 
 class DistributedOperationException(ValueError):
-    """The ranks' tensors do not fit together."""
+    """The tensors of the ranks do not match in number, shape or dtype."""
 
 
 def _call(function: Callable[..., Any], tree: Any, *args: Any) -> Any:
+    """Call the collective ``function``; in debug mode, first check that all ranks' tensors have the same shapes."""
     state = PartialState()
     if state.debug:
         shapes = collectives.gather_json(state.group, [list(tensor.shape) for tensor in leaves(tree)])
@@ -29,36 +30,36 @@ def _call(function: Callable[..., Any], tree: Any, *args: Any) -> Any:
 
 
 def gather(tensor: Any) -> Any:
-    """All ranks' tensors, concatenated along dim 0 in the order of ranks; a collective."""
+    """Concatenate all ranks' tensors along dim 0 in the order of ranks; a collective."""
     return _call(collectives.gather, tensor)
 
 
 def gather_object(object: Any) -> Any:
-    """The items of every rank's list, in the order of ranks; on one process the object itself."""
+    """Concatenate all ranks' lists in the order of ranks; on one process, return the object itself."""
     parts = collectives.gather_object(PartialState().group, object)
     return object if len(parts) == 1 else [item for part in parts for item in part]
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """The tensors of rank ``from_process``, on all ranks; a collective."""
+    """Return the tensors of rank ``from_process`` on all ranks; a collective."""
     return _call(collectives.broadcast, tensor, from_process)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the items of a list by the ones of rank ``from_process``, in place; a collective."""
+    """Replace the items of a list, in place, by those of rank ``from_process``; a collective."""
     object_list[:] = collectives.broadcast_object(PartialState().group, object_list, from_process)
     return object_list
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Reduce tensors over the ranks; see :meth:`engine.Engine.reduce`. ``"none"``: unchanged but for ``scale``."""
+    """Reduce tensors over the ranks; see :meth:`engine.Engine.reduce`. ``"none"`` only multiplies by ``scale``."""
     if reduction == "none":
         return map_tensors(lambda value: value * scale, tensor)
     return _call(collectives.all_reduce, tensor, reduction, scale)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Tensors padded with ``pad_index`` along ``dim`` to the largest size of any rank; a collective.
+    """Pad tensors with the value ``pad_index`` along ``dim`` to the largest size on any rank; a collective.
 
     Raises:
         DistributedOperationException: the ranks have different numbers of tensors, dtypes or numbers of dims.
@@ -70,7 +71,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-    """The tensors in a tree on a device, except under ``skip_keys`` of a mapping. Where the host can continue, it does not wait."""
+    """Move the tensors in a tree to a device, except those under ``skip_keys`` of a mapping. The copies are asynchronous where that is safe."""
     skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
     moved = move(tensor, torch.device(device))
     if isinstance(tensor, Mapping) and skipped:
@@ -79,26 +80,26 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
 
 
 def recursively_apply(func: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-    """``data`` with ``func(tensor, *args, **kwargs)`` in the place of each tensor."""
+    """Copy ``data`` with each tensor replaced by ``func(tensor, *args, **kwargs)``."""
     return map_tensors(lambda tensor: func(tensor, *args, **kwargs), data)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Tensors in half precision as fp32; other dtypes are unchanged."""
+    """Convert tensors in half precision to fp32; other dtypes are unchanged."""
     half = (torch.float16, torch.bfloat16)
     return map_tensors(lambda value: value.float() if value.dtype in half else value, tensor)
 
 
 def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
-    """``data`` with the slice ``tensor_slice`` of each tensor."""
+    """Copy ``data`` with each tensor replaced by its slice ``tensor_slice``."""
     return map_tensors(lambda tensor: tensor[tensor_slice], data)
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """The tensors of a list of trees of one shape, concatenated leaf by leaf; a list of one other object: this object.
+    """Concatenate a list of trees of the same structure leaf by leaf. For a list with a single object that is no tree, return the object.
 
     Raises:
-        TypeError: other objects than tensors.
+        TypeError: a leaf is not a tensor.
     """
     first = data[0]
     if isinstance(first, Mapping):
@@ -114,6 +115,6 @@ def concatenate(data: Any, dim: int = 0) -> Any:
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Any:
-    """Rank 0's tensor on the devices of all ranks; a collective."""
+    """Return rank 0's tensor on the device of each rank; a collective."""
     state = PartialState()
     return move(collectives.broadcast_object(state.group, tensor), state.device)

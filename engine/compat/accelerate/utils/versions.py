@@ -1,4 +1,4 @@
-"""Comparisons of packages' versions."""
+"""Compares versions of packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COMPARISONS = {
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Whether a version, or the version of an installed package, fulfils a comparison: ``compare_versions("torch", ">=", "2.9")``."""
+    """Whether a version, or that of an installed package, satisfies a comparison: ``compare_versions("torch", ">=", "2.9")``."""
     version = library_or_version
     version = version if isinstance(version, Version) else Version(importlib.metadata.version(version))
     if operation not in _COMPARISONS:
@@ -22,5 +22,6 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether the version of the installed package torch fulfils a comparison. PyPI's builds for CUDA have no part after ``+`` there."""
+    """Whether the installed torch satisfies a comparison. The version comes from its metadata, which lacks the ``+cu...`` of ``torch.__version__``
+    in PyPI's builds."""
     return compare_versions("torch", operation, version)

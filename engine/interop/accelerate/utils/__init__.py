@@ -1,4 +1,4 @@
-"""Accelerate's helpers, of all modules of ``accelerate.utils``."""
+"""The helpers of all modules of ``accelerate.utils``."""
 
 from __future__ import annotations
 
