@@ -118,7 +118,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("log", "log_dict", "logger", "loggers"), "an Engine has no loggers: call your own"),
     },
 }
-"""Our class -> attributes of ``Trainer`` (for ``"Fit"``, ``"Run"``, ``"Result"``) or Fabric (for ``"Engine"``) that it lacks -> what to use instead."""
+"""Our class -> attributes of ``Trainer`` (``"Fit"``, ``"Run"``, ``"Result"``) or Fabric (``"Engine"``) that it lacks -> what to use instead."""
 _LOOPS = "the loops are functions without a state of their own: counters are in self.run.state"
 VIEW = {
     **dict.fromkeys(
