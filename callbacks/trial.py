@@ -33,9 +33,9 @@ def train_copy(
     callback: Callback,
     **settings: Any,
 ) -> None:
-    """Train a copy of ``module`` for ``max_steps`` with ``fit``'s settings, ``callback`` as its only callback, without validation and checkpoints.
+    """Train a copy of ``module`` for ``max_steps`` with ``fit``'s settings, ``callback`` as its only callback, without validation or checkpoints.
 
-    Module, data module, the loader's generators and all other random number generators are afterwards as they were, also after an error.
+    Module, data module, the loader's generators and all other random number generators are restored afterwards, even after an error.
 
     Args:
         settings: values that replace settings of ``fit``; ``max_steps`` is one of them.

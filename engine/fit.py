@@ -497,8 +497,8 @@ class Fit:
             everywhere: return the weights on every rank; by default on the main process only, and ``{}`` on the others.
 
         Raises:
-            ValueError: the module was sharded by a strategy other than this one's.
-            RuntimeError: the module is in a run.
+            ValueError: the module was sharded by another strategy than this ``Fit`` has.
+            RuntimeError: a run is using the module.
         """
         module = adapted(module)
         if module.attached:

@@ -227,7 +227,7 @@ class RunRoot(ABC):
         raise self.record(number).in_use(self.folder(number))
 
     def unused(self) -> int:
-        """A number that no run has; nothing is locked."""
+        """A run number that is not in use yet; it is not reserved."""
         last = max(self._numbers(), default=0)
         return last + 1 if last or self._is_run(0) else 0
 

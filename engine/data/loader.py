@@ -317,7 +317,7 @@ class PreparedLoader:
 
     @property
     def stride(self) -> int:
-        """The increase of the position by a full window."""
+        """How far a full accumulation window advances the position, in samples or in batches."""
         return self._feed.stride(self.window_size or self._window.size)
 
 

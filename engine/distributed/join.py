@@ -211,11 +211,11 @@ def meet(
     timeout: timedelta,
     check: Callable[[], None] | None = None,
 ) -> dist.Store:
-    """Meet the other ranks of this round, and return the part of ``store`` that only these ranks use. On rank 0 wait until all have joined.
+    """Meet the other ranks of this start of the job, and return the part of ``store`` that only these ranks use. Rank 0 waits until all have joined.
 
     Args:
         address: the store's address, for messages.
-        check: called on rank 0 about ten times a second while it waits for other ranks; it may raise (``ScriptRanks.check``).
+        check: called on rank 0 about ten times a second while it waits for other ranks; it may raise to end the wait, as ``ScriptRanks.check`` does.
 
     Raises:
         RuntimeError: rank 0 or another rank did not join in time.

@@ -145,7 +145,7 @@ def _check_started(environment: Environment, settings: Settings) -> None:
 
 
 def _read_from(environment: Environment) -> str:
-    """The variables that tell how many ranks there are, or all if none has such a name."""
+    """The end of an error: the launcher's variables that say how many ranks there are, or all of its variables if no name among them tells that."""
     variables = environment.variables
     counts = {name: value for name, value in variables.items() if re.search("SIZE|TASKS|NODES", name)} or variables
     return f" (read: {as_text(counts)})" if counts else ""

@@ -43,7 +43,7 @@ _seen: WeakSet[type] = WeakSet()
 
 
 def report_misspelled(owners: Iterable[Any], base: type) -> None:
-    """Warn of methods that nobody calls and whose names are nearly the name of a hook.
+    """Warn about methods that are never called and whose names are nearly the name of a hook.
 
     Args:
         owners: the module and the callbacks.

@@ -260,8 +260,12 @@ class RunSnapshot(EngineSnapshot):
             optimizer._opt_called = self._state.step > 0
 
     def restore_place(self, loaded: Loaded, same_place: Fields | None) -> None:
-        """Restore this rank's logged values and stream. If the ranks are not the same as before (``same_place`` is ``None``), rank 0 takes the logged
-        values of all saved ranks, and streams continue from the state of rank 0."""
+        """Restore this rank's logged values, and the state of its training data if that is a stream.
+
+        Args:
+            same_place: what this rank saved; ``None`` if the ranks are not those that saved. Rank 0 then takes over the logged values of all of
+                them, and every rank's stream continues from rank 0's state.
+        """
         rank_state, recorder = same_place or loaded.of_rank(0), self._logbook.recorder
         if rank_state is not None and "recorder" not in rank_state:  # saved by a loop with Engine
             rows = []

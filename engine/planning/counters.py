@@ -44,7 +44,7 @@ class OperationCounter:
         self._counts[key] = self._counts.get(key, 0) + 1
 
     def operations(self) -> tuple[Operation, ...]:
-        """Operations counted since :meth:`clear`."""
+        """The operators called since :meth:`clear`, each kind with its number of calls."""
         return tuple(
             Operation(name, dtype, flops, moved, count, phase)
             for (name, dtype, flops, moved, phase), count in self._counts.items()

@@ -521,7 +521,7 @@ class Window:
         return {"scalars": self.scalars, "reference": self.reference}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
+        """Restore the state that :meth:`state_dict` returned."""
         self.scalars, self.reference = state["scalars"], state["reference"]
         self._reference_agreed = self.reference is not None
 

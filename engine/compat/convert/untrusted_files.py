@@ -34,7 +34,7 @@ METADATA = ".metadata"
 
 
 class Tensors(Protocol):
-    """Tensors by name that are read on demand."""
+    """A mapping from names to tensors, each of which is read when it is asked for."""
 
     @property
     def stored(self) -> Mapping[str, Stored]: ...

@@ -108,7 +108,7 @@ class TrainerView:
 
     @property
     def num_training_batches(self) -> int | float:
-        """This rank's micro-batches per epoch, within the limits; infinite if unknown."""
+        """The number of micro-batches per epoch on this rank, within the limits; infinite if unknown."""
         return _length(self._training.num_train_batches)
 
     @property
@@ -129,7 +129,7 @@ class TrainerView:
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """This rank's micro-batches in each prediction loader."""
+        """The number of micro-batches that this rank gets from each prediction loader."""
         return self._lengths("predict")
 
     def _lengths(self, *stages: str) -> list[int | float]:
