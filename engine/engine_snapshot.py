@@ -198,7 +198,8 @@ class EngineSnapshot:
         for index, optimizer in enumerate(self.optimizers):
             state = source.optim[str(index)]
             if not how.strict:
-                state = fitting(state, strategy.optimizer_parts(optimizer, module), module, source)
+                shapes = {name: strategy.whole_shape(parameter) for name, parameter in module.named_parameters()}
+                state = fitting(state, strategy.optimizer_parts(optimizer, module), shapes, source)
             load = partial(strategy.load_optimizer, optimizer, module, source=source)
             loaded.load_into(f"optimizer {index} ({type(optimizer).__name__})", load, state)
         for index, state in enumerate(loaded.shared["schedulers"]):

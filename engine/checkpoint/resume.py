@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from engine.checkpoint.catalog import by_score
 from engine.checkpoint.files import DamagedCheckpoint
@@ -417,13 +416,15 @@ def rebase(scheduler: Any) -> None:
         scheduler._last_lr = [group["lr"] for group in groups]
 
 
-def fitting(saved: dict[str, Any], current: dict[str, Any], module: nn.Module, source: Source) -> dict[str, Any]:
+def fitting(
+    saved: dict[str, Any], current: dict[str, Any], shapes: Mapping[str, torch.Size], source: Source
+) -> dict[str, Any]:
     """The part of a saved optimizer state whose parameters the optimizer has, in the same shapes; other parameters start fresh.
 
     Args:
         current: the optimizer's current state, by names of parameters.
+        shapes: the whole shapes of the module's parameters by name.
     """
-    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     names = {name for group in current["param_groups"] for name in group["params"]}
     entries = {
         n: e

@@ -79,6 +79,19 @@ FOUND = [
     Case(door="engine", precision="bf16-mixed", compiled=True),
     # In a window of half precision torch looked for the gradients of a block that had never run.
     Case(strategy="fsdp2", precision="bf16-mixed", unused=True, batch=1, units=4),
+    # Resume(strict=False) compared a checkpoint's shapes with those of what a rank holds under ZeRO 3, and left the momentum out.
+    Case(
+        precision="32-true",
+        samples=18,
+        batch=1,
+        units=2,
+        optimizer="momentum",
+        resume=3,
+        killed=True,
+        saves="lenient",
+        then="deepspeed3",
+        seed=68,
+    ),
 ]
 """Cases that were wrong once."""
 

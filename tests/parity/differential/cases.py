@@ -272,8 +272,6 @@ def _by_axis(rules: _Rules, both: tuple[str, str]) -> None:
     when(case.saves, door="fit", manual="", poison=-1)
     when(case.saves == "callback", killed=False)  # it saves after the callback that kills
     when(not case.resume, saves="")
-    # Not exact yet: Resume(strict=False) loses the momentum under ZeRO 3.
-    when(case.saves == "lenient" and case.second == "deepspeed3", saves="")
     if case.sync and all(not sharded(name) for name in both) and several:
         when(True, body="batchnorm", none=0, then="", loss="mean" if case.manual else case.loss)
         when(True, precision="64-true")  # the statistics of two values make much of float32's rounding
