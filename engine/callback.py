@@ -72,7 +72,7 @@ class Callback:
     """Whether each event calls this callback after all others, as checkpoint callbacks need to see what the others logged."""
 
     is_logger = False
-    """Whether this callback is a logger, listed in ``run.loggers`` and in the module's ``self.loggers``."""
+    """Whether this callback is a logger (``callbacks.loggers.base.Logger``), listed in ``run.loggers`` and in the module's ``self.loggers``."""
     is_checkpoint = False
     """Whether this callback saves checkpoints; ``trainer.checkpoint_callback`` is the first callback that does."""
     is_early_stopping = False

@@ -68,6 +68,15 @@ def test_a_loop_goes_on_to_the_bit(tmp_path: Path, save_at: tuple[int, int]) -> 
         assert torch.equal(one, other)
 
 
+def test_a_flag_without_the_entry_that_it_needs_is_refused(tmp_path: Path) -> None:
+    job = Job()
+    job.run(1)
+    job.optimizer.param_groups[0]["amsgrad"] = True  # Adam would look for an entry that no step has made
+    job.engine.save_state(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"optim/optim.json has no 'max_exp_avg_sq' for '0.weight'"):
+        Job().engine.load_state(tmp_path / "saved")
+
+
 def test_other_objects_are_refused(tmp_path: Path) -> None:
     Job().run(1, (0, 1), tmp_path / "state")
     engine = Engine(accelerator="cpu")

@@ -67,8 +67,10 @@ NOTHING = Nothing()
 
 
 class Logger(Callback):
-    """Base class of loggers. A subclass defines :meth:`open`, :meth:`scalars` and :meth:`close`; for media also :attr:`takes` and :meth:`media`; for
-    :attr:`experiment` and hyperparameters that modules log also :meth:`tracker` and :meth:`describe`.
+    """Base class of loggers: ``CSVLogger``, ``JSONLLogger``, ``TensorBoardLogger`` and others of ``callbacks.loggers``. A run calls :meth:`on_log`.
+
+    A subclass defines :meth:`open`, :meth:`scalars` and :meth:`close`; for media also :attr:`takes` and :meth:`media`; for :attr:`experiment` and
+    hyperparameters that modules log also :meth:`tracker` and :meth:`describe`.
 
     All of them run on the main process only: ``open`` in ``setup``, where an error ends the run before its first step, the others in order in a
     thread of their own (see :attr:`threaded`), so that a slow tracker does not slow the training down. A call that fails is repeated up to

@@ -23,7 +23,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """A call to make."""
+    """A call to make: of a :class:`callbacks.loggers.base.Logger`, its ``open``, ``scalars``, ``media``, ... with what they send."""
 
     call: Callable[[], object]
     record: list[Any] | None = None

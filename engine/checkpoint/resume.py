@@ -237,6 +237,10 @@ _IMPLEMENTATIONS = frozenset(("foreach", "fused", "capturable", "differentiable"
 """Hyperparameters that select an implementation: they change no result."""
 
 
+_ENTRY_OF_FLAG = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
+"""Flags of torch's optimizers under which the state of each parameter has one entry more."""
+
+
 def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
     """Check that an optimizer can continue from the checkpoint's state.
 
@@ -269,7 +273,7 @@ def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
 
 
 def _check_torch(loaded: Loaded, index: int, optimizer: Any, saved: Any) -> None:
-    """Check what torch's optimizers assume when they load: valid hyperparameters, and the same state entries for all parameters."""
+    """Check what torch's optimizers assume: valid hyperparameters, and for all parameters the same state entries, those of flags included."""
     parameters = inspect.signature(type(optimizer)).parameters
     for group in saved["param_groups"]:
         hyperparameters = {
@@ -284,6 +288,8 @@ def _check_torch(loaded: Loaded, index: int, optimizer: Any, saved: Any) -> None
         for name in group["params"]:
             entry = saved["state"].get(name)
             if entry:
+                if absent := [key for flag, key in _ENTRY_OF_FLAG.items() if group.get(flag) and key not in entry]:
+                    raise DamagedCheckpoint(f"{loaded.path}: optim/optim.json has no {absent[0]!r} for {name!r}")
                 shape = {key: isinstance(value, Stored) for key, value in entry.items()}
                 # Adafactor has other entries for matrices (rows, columns) than for vectors.
                 dims = len(loaded.source.stored(str(name)).shape) if isinstance(optimizer, torch.optim.Adafactor) else 0

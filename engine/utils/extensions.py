@@ -49,7 +49,8 @@ def attribute(owner: object, name: str) -> Any:
 
 @cache
 def answer(place: str, name: str) -> str:
-    """A sentence that says what to use instead of ``name``, which ``place`` does not have; empty if no annex knows that."""
+    """A sentence that says what to use instead of ``name``, which ``place`` does not have; empty if no annex knows that. With all annexes installed
+    :func:`engine.compat.hints.find` answers."""
     return next((sentence for _, find in _extensions(HINTS) if (sentence := find(place, name))), "")
 
 
