@@ -1,4 +1,4 @@
-"""Which positions of an epoch's order each rank gets, and in which micro-batch: pure arithmetic on position and world size.
+"""Deals the positions of an epoch's order to the ranks and their micro-batches: pure arithmetic on position and world size.
 
 Global batch ``i`` of an epoch is ``order[i*G:(i+1)*G]`` with ``G = batch_size * world_size * window``. Each rank takes its share of a global
 batch in at most ``window`` micro-batches. A short last global batch is divided as evenly as possible; a rank without samples repeats

@@ -1,4 +1,4 @@
-"""Which parameters replace which while a model is sharded in several steps: pipeline stages, tensor parallelism, ``fully_shard``."""
+"""Tracks the parameters that replace others while a model is sharded in several steps: pipeline stages, tensor parallelism, ``fully_shard``."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ FOREIGN = re.compile(
 )
 """Names that the core does not know."""
 
-WEAK_WORDS = _words("of those what as whose these such them that likewise ditto also beside besides from so in")
+WEAK_WORDS = _words("of those what which as whose these such them that likewise ditto also beside besides from so in")
 """A docstring that starts with one of these words needs the line before it."""
 
 ELSEWHERE = re.compile(
