@@ -6,6 +6,7 @@ A command's module is imported by name, for that command alone, once its options
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import os
 import sys
@@ -16,6 +17,7 @@ from importlib import metadata
 from engine.cli import options
 from engine.cli.terminal import STATUSES, Parser, guarded, open_streams
 from engine.utils.errors import nearest
+from engine.utils.garbage import collect_none_at_exit
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status; see :mod:`engine.cli.terminal`. Wrong options end the process with status 2, as argparse does.
     """
     open_streams()
+    if argv is None:
+        atexit.register(collect_none_at_exit)  # first of all handlers, so that it runs last
     if argv is None and "_ARGCOMPLETE" in os.environ:  # a shell asks for completions of its line
         return guarded(lambda: importlib.import_module("engine.cli.completion").complete())
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import gc
-import io
 import json
 import multiprocessing
 import os
@@ -21,7 +19,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from engine.distributed.environments import Environment
-from engine.utils import tracebacks
+from engine.utils import garbage, tracebacks
 from engine.utils.errors import INTERRUPTED, HangError, RankError
 
 # Texts in errors of gloo, NCCL and the store when the other side of a connection is gone.
@@ -46,7 +44,8 @@ def attach(environment: Environment) -> None:
     """Set up this process as a rank, as soon as its environment is known. Repeated calls do nothing.
 
     With ``error_file`` an uncaught exception is written to that file (in Torch Elastic's form, which torchrun prints too) before
-    :class:`Uncaught` shows it. With ``parent_pid`` this process ends within a second after that parent, however the parent ended.
+    :class:`Uncaught` shows it, and the exit collects no garbage. With ``parent_pid`` this process ends within a second after that parent,
+    however the parent ended.
 
     Raises:
         RuntimeError: the variables of a relaunched rank were inherited by a process that is not a rank.
@@ -54,6 +53,7 @@ def attach(environment: Environment) -> None:
     if environment.error_file and environment.error_file not in _attached:
         _attached.add(environment.error_file)
         sys.excepthook = hook(environment)
+        atexit.register(garbage.collect_none_at_exit)  # the launcher waits for this process
     if environment.parent_pid and str(environment.parent_pid) not in _attached and not _is_importing_script():
         _attached.add(str(environment.parent_pid))
         _end_with_parent(environment.parent_pid, environment.rank)
@@ -256,28 +256,11 @@ def _end_with_parent(parent: int, rank: int) -> None:
         # Stop the thread first: one that wakes up while the interpreter shuts down aborts the process (seen in 20 % of exits).
         stopping.set()
         thread.join(1.0)
-        _shorten_exit()
+        garbage.collect_none_at_exit()
 
     thread = threading.Thread(target=watch, name="fit-parent-watch", daemon=True)
     thread.start()
     atexit.register(stop)
-
-
-def _shorten_exit() -> None:
-    """Let the interpreter exit without collecting garbage, which takes 0.3 s or more after ``import torch``, while rank 0 waits.
-
-    Everything else happens as usual: exit handlers, the teardown of modules, and the exit status (which ``os._exit`` would have to be told).
-    Files in reference cycles are not closed, so their buffers are flushed now.
-    """
-    for item in gc.get_objects():
-        if type(item) in _BUFFERED:
-            with contextlib.suppress(OSError, ValueError):  # ignored as in a destructor; ValueError: the file is closed
-                item.flush()
-    gc.disable()
-    gc.freeze()
-
-
-_BUFFERED = {io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair}
 
 
 def _is_alive(pid: int) -> bool:

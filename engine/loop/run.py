@@ -30,7 +30,6 @@ from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import stack
 from engine.distributed.stop_agreement import STOP
 from engine.engine import Engine
-from engine.loop.garbage import Collector
 from engine.loop.hooks import Hooks
 from engine.loop.loaders import RunData, RunLoaders
 from engine.loop.logbook import Logbook
@@ -48,6 +47,7 @@ from engine.step.optimizers import OptimizerSet, Schedule
 from engine.step.wrappers import raw
 from engine.utils.errors import nearest
 from engine.utils.extensions import attribute, completed
+from engine.utils.garbage import Collector
 from engine.utils.log import StartLog, logger, warn_once
 from engine.utils.parameters import parameters_of
 from engine.utils.text import terminal_text

@@ -80,9 +80,8 @@ Ended = Callable[..., str]
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """Runs Python in a folder, with a copy of the library that has one setting more, and gives what it wrote."""
     copy = tmp_path_factory.mktemp("copy")
-    no_bytecode = shutil.ignore_patterns("__pycache__")
     for folder in ("engine", "callbacks", "tests/tools", "tests/compat/migrate"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=no_bytecode)
+        shutil.copytree(ROOT / folder, copy / folder)  # with the bytecode of what stays as it is
     for metadata in ROOT.glob("*.egg-info"):
         shutil.copytree(metadata, copy / metadata.name)
     settings = copy / "engine" / "config" / "settings.py"

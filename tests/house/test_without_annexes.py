@@ -23,7 +23,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     left_out = {str(ROOT / "engine" / annex) for annex in ANNEXES}
 
     def ignore(folder: str, names: list[str]) -> set[str]:
-        return {name for name in names if name == "__pycache__" or str(Path(folder, name)) in left_out}
+        return {name for name in names if str(Path(folder, name)) in left_out}
 
     for package in ("engine", "callbacks"):
         shutil.copytree(ROOT / package, place / package, ignore=ignore)

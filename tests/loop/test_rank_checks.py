@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from shutil import copytree, ignore_patterns
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -141,7 +141,7 @@ report(test_rank_checks.attempt())
 
 def test_another_version_of_this_library(tmp_path: Path) -> None:
     for package in ("engine", "callbacks"):
-        copytree(ROOT / package, tmp_path / package, ignore=ignore_patterns("__pycache__"))
+        copytree(ROOT / package, tmp_path / package)
     with (tmp_path / "engine" / "loop" / "train.py").open("a") as file:
         file.write("# a later version\n")
     for ran in run_ranks(OTHER_VERSION, 2, tmp_path, Path(__file__).parents[1], Path(__file__).parent):

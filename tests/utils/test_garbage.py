@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +17,8 @@ from support.toys import Weight, fit, ones
 
 from callbacks import EMA, CSVLogger, EarlyStopping, ModelCheckpoint
 from engine import Callback
-from engine.loop import garbage
-from engine.loop.garbage import EVERYTHING_S, FULL, Collector
+from engine.utils import garbage
+from engine.utils.garbage import EVERYTHING_S, FULL, Collector
 
 
 class Node:
@@ -254,3 +257,38 @@ def test_workers_of_a_loader_collect_by_themselves(tmp_path: Path) -> None:
 
     fit(tmp_path, max_epochs=1).run(Net(), torch.utils.data.DataLoader(Asks(), batch_size=1, num_workers=1))
     assert seen == [(False, [1.0, 1.0])] * 4
+
+
+EXITING = """
+import os, sys
+{begin}
+
+class Cycle:
+    def __init__(self):
+        self.me, self.file = self, open("text", "w")
+        self.file.write("flushed")
+
+    def __del__(self, write=os.write):
+        write(1, b"*** collected ***")
+
+Cycle()
+"""
+
+
+@pytest.mark.parametrize(
+    ("begin", "collected"),
+    [
+        ("", True),
+        ("import atexit; from engine.utils import garbage; atexit.register(garbage.collect_none_at_exit)", False),
+        ("from engine.cli.main import main; sys.argv = ['fit']; main()", False),
+    ],
+    ids=["python", "with it", "fit"],
+)
+def test_an_exit_without_a_collection(tmp_path: Path, begin: str, collected: bool) -> None:
+    command = [sys.executable, "-c", EXITING.format(begin=begin)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(garbage.__file__).parents[2])}
+    written = subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert ("*** collected ***" in written.stdout) == collected
+    assert (
+        collected or (tmp_path / "text").read_text() == "flushed"
+    )  # Python's own last collection may come too late for a text file
