@@ -58,6 +58,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def _other_files_objects_are_not_walked() -> None:
+    """Collections of garbage walk what this test file makes and imports, not what the files before it did."""
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
 def _errors_are_shown_as_before() -> Iterator[None]:
     """No test file leaves another hook for uncaught exceptions behind: torch's begins each line with a rank, in all later files too."""
     before = sys.excepthook

@@ -65,7 +65,7 @@ def run(job: Job) -> int:
     errors = scratch.make_directory("fit-launch-")
     meeting: Meeting | None = None
     status = 1
-    with signals_raised(), torch_log(job.log_dir / f"agent-{os.getpid()}.log"):
+    with signals_raised(process_ends=True) as signals, torch_log(job.log_dir / f"agent-{os.getpid()}.log"):
         try:
             nodes = (
                 ""
@@ -74,7 +74,8 @@ def run(job: Job) -> int:
             )
             output.write_line(f"{job.nproc} process(es){nodes}; their output: {job.log_dir}")
             meeting = rendezvous.meeting_of(job, output)
-            status = _run(Agent(job, meeting, output, errors, Command(job.command)), job, meeting, output)
+            agent = Agent(job, meeting, output, errors, Command(job.command), signals)
+            status = _run(agent, job, meeting, output)
         except LaunchError as error:
             output.write_line(str(error))
         except SignalReceived as error:
@@ -121,26 +122,56 @@ class SignalReceived(Exception):
         self.number = signal.Signals(number)
 
 
+class Signals:
+    """The signals of this process that end the job: the first raises :class:`SignalReceived` in the main thread, and so does each Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self._are_held = False
+
+    def handle(self, number: int, frame: object) -> None:
+        """The handler of each of them."""
+        if self.first is not None and number != signal.SIGINT:  # a launcher and a scheduler may both send a signal
+            return
+        self.first = number if self.first is None else self.first
+        if not self._are_held:
+            raise SignalReceived(number)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Raise a signal that comes inside the block at its end: a rank that is being started is then known, and can be told to end."""
+        self._are_held = True
+        try:
+            yield
+        finally:
+            self._are_held = False
+        if self.first is not None:
+            raise SignalReceived(self.first)
+
+
 @contextlib.contextmanager
-def signals_raised() -> Iterator[None]:
-    """Let signals raise :class:`SignalReceived` inside the block; restore the previous handlers afterwards."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
+def signals_raised(process_ends: bool = False) -> Iterator[Signals]:
+    """Let signals raise :class:`SignalReceived` inside the block; restore the previous handlers afterwards.
+
+    Args:
+        process_ends: this process ends after the block. If a signal has ended the job, its handlers stay, so that the exit status tells of
+            that signal even if another one comes meanwhile.
+    """
+    signals = Signals()
+    if threading.current_thread() is not threading.main_thread():  # other threads do not get signals
+        yield signals
         return
-
-    def handle(number: int, frame: object) -> None:
-        raise SignalReceived(number)
-
     previous_handlers = {number: signal.getsignal(number) for number in HANDLED}
     for number in HANDLED:
         # Under nohup SIGHUP stays ignored. A script's background jobs ignore SIGINT, too, but one that is sent to them is meant for them.
         if number != signal.SIGHUP or previous_handlers[number] != signal.SIG_IGN:
-            signal.signal(number, handle)
+            signal.signal(number, signals.handle)
     try:
-        yield
+        yield signals
     finally:
         for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+            if number == signal.SIGINT or not process_ends or signals.first is None:
+                signal.signal(number, handler)
 
 
 class Program(ABC):
@@ -182,10 +213,14 @@ class Agent:
 
     Args:
         errors: the directory for the ranks' tracebacks.
+        signals: those that end the job.
     """
 
-    def __init__(self, job: Job, meeting: Meeting, output: Output | Terminal, errors: Path, program: Program) -> None:
+    def __init__(
+        self, job: Job, meeting: Meeting, output: Output | Terminal, errors: Path, program: Program, signals: Signals
+    ) -> None:
         self._job, self._meeting, self._output, self._errors, self._program = job, meeting, output, errors, program
+        self._signals = signals
         self._variables = {
             **job.variables,
             **_interface(job, meeting.address),
@@ -209,7 +244,9 @@ class Agent:
         outcome = _Outcome.AGAIN
         try:
             while outcome is _Outcome.AGAIN:
-                self._start(self._meeting.next_round(self._job.nproc, self._restarts))
+                met = self._meeting.next_round(self._job.nproc, self._restarts)
+                with self._signals.held():
+                    self._start(met)
                 outcome = self._watch()
                 self._output.drain()
         except SignalReceived as received:
@@ -281,11 +318,10 @@ class Agent:
 
     def _pass_on(self, number: signal.Signals) -> None:
         """Pass SIGTERM or Ctrl-C on to the ranks, and give them time to save."""
+        self._signals.first = number  # a rank may have got it, and not this process
         hurry = threading.Event()
         if threading.current_thread() is threading.main_thread():  # other threads do not get signals
             signal.signal(signal.SIGINT, lambda *_: hurry.set())
-            for later_signal in HANDLED[1:]:  # a launcher and a scheduler may both send a signal
-                signal.signal(later_signal, lambda *_: None)
         if self._supervisor.running():
             interrupted = number == signal.SIGINT
             hint = "; press it again to kill them" if interrupted else ""

@@ -193,9 +193,9 @@ def _run(
     job = Job(command=(), nproc=count, grace_s=30.0, variables={"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
     errors = scratch.make_directory("fit-launch-")
     program = _Function(_Call(fn, args, os.getpid(), threads, cpu), context)
-    with signals_raised():
+    with signals_raised() as signals:
         try:
-            agent = Agent(job, rendezvous.meeting_of(job, Terminal()), Terminal(), errors, program)
+            agent = Agent(job, rendezvous.meeting_of(job, Terminal()), Terminal(), errors, program, signals)
             if not agent.run():
                 raise RankError(agent.report)
             return [rank.result() for rank in program.ranks]

@@ -113,12 +113,17 @@ def test_an_interrupt_strikes_once() -> None:
     interrupt = failures.Interrupt(Struck)
     struck: list[bool] = []
     strikes = 0
-    for _ in range(2):
+    for number in (1, 2):
+        go = threading.Event()
+        thread = beside(lambda go=go: go.wait() and struck.append(interrupt.interrupt()))
         try:
-            beside(lambda: struck.append(interrupt.interrupt())).join()
+            go.set()  # outside of Thread.start, which a strike would leave half done
+            while len(struck) < number:
+                count(1000)
             count(1000)
         except Struck:
             strikes += 1
+        thread.join()
     interrupt.forbid()
     assert (strikes, struck) == (1, [True, False])
 

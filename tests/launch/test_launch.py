@@ -213,6 +213,36 @@ def test_signals_reach_the_ranks_which_save(tmp_path: Path, number: int, status:
     assert "failed" not in job.stderr
 
 
+EARLY = """
+import os, signal, sys, time
+from pathlib import Path
+from engine.cli.main import main
+from engine.launch import agent
+
+class SignalledAtStart(agent.Command):
+    def start(self, local_rank, rank, *rest):
+        started = super().start(local_rank, rank, *rest)
+        while rank and not (Path(f"pid.{rank}").exists() and Path("pid.0").exists()):
+            time.sleep(0.01)
+        if rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return started
+
+agent.Command = SignalledAtStart
+sys.exit(main(["launch", "--nproc", "2", sys.argv[1]]))
+"""
+
+
+def test_a_signal_while_the_ranks_are_started_reaches_them_all(tmp_path: Path) -> None:
+    (tmp_path / "early.py").write_text(EARLY)
+    words = [sys.executable, "early.py", str(script(tmp_path, GRACEFUL))]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 143, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if "saved" in line) == ["[rank 0] saved", "[rank 1] saved"]
+
+
 STUBBORN = (
     "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     + PID
