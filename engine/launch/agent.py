@@ -127,24 +127,24 @@ class Signals:
 
     def __init__(self) -> None:
         self.first: int | None = None
-        self._are_held = False
+        self._wait = False
 
     def handle(self, number: int, frame: object) -> None:
         """The handler of each of them."""
         if self.first is not None and number != signal.SIGINT:  # a launcher and a scheduler may both send a signal
             return
         self.first = number if self.first is None else self.first
-        if not self._are_held:
+        if not self._wait:
             raise SignalReceived(number)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Raise a signal that comes inside the block at its end: a rank that is being started is then known, and can be told to end."""
-        self._are_held = True
+    def raise_at_end(self) -> Iterator[None]:
+        """Raise a signal that comes inside the block at its end, when a rank that is being started is known and can be told to end."""
+        self._wait = True
         try:
             yield
         finally:
-            self._are_held = False
+            self._wait = False
         if self.first is not None:
             raise SignalReceived(self.first)
 
@@ -244,9 +244,9 @@ class Agent:
         outcome = _Outcome.AGAIN
         try:
             while outcome is _Outcome.AGAIN:
-                met = self._meeting.next_round(self._job.nproc, self._restarts)
-                with self._signals.held():
-                    self._start(met)
+                next_round = self._meeting.next_round(self._job.nproc, self._restarts)
+                with self._signals.raise_at_end():
+                    self._start(next_round)
                 outcome = self._watch()
                 self._output.drain()
         except SignalReceived as received:
