@@ -186,7 +186,7 @@ class EngineSnapshot:
 
     def check(self, loaded: Loaded, how: Resume) -> None:
         """Check that the optimizers, the schedulers and the data match the checkpoint's."""
-        check_optimizers(loaded, self.optimizers, self.schedulers)
+        check_optimizers(loaded, self.optimizers, self.schedulers, how)
         for loader, state in zip(self._prepared.loaders, loaded.shared["loaders"], strict=False):
             if state["position"]:
                 check_samples(loaded.path, state.get("samples"), loader.samples, state["position"], how.strict)

@@ -241,8 +241,20 @@ _ENTRY_OF_FLAG = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
 """Flags of torch's optimizers under which the state of each parameter has one entry more."""
 
 
-def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
+def _entries_of_flags(optimizer: Any, group: Mapping[str, Any]) -> dict[str, str]:
+    """The entries that a step of one of torch's optimizers reads because of a flag of the group, by flag."""
+    entries = {
+        **_ENTRY_OF_FLAG,
+        **({"momentum": "momentum_buffer"} if isinstance(optimizer, torch.optim.RMSprop) else {}),
+    }
+    return {flag: entry for flag, entry in entries.items() if group.get(flag)}
+
+
+def check_optimizer(loaded: Loaded, index: int, optimizer: Any, configured: bool) -> None:
     """Check that an optimizer can continue from the checkpoint's state.
+
+    Args:
+        configured: it keeps its own hyperparameters, rather than take the saved ones.
 
     Raises:
         ValueError: the state is of another kind of optimizer: hyperparameters are missing or have other types; the message names them.
@@ -268,6 +280,8 @@ def check_optimizer(loaded: Loaded, index: int, optimizer: Any) -> None:
             )
     if type(optimizer).__module__.startswith("torch.optim."):
         _check_torch(loaded, index, optimizer, saved)
+        if configured:
+            _check_flags(loaded, optimizer, saved)
     if kind not in (None, class_name):
         logger.warning("%s: optimizer %d was %s, and its state continues in %s", loaded.path, index, kind, class_name)
 
@@ -288,8 +302,8 @@ def _check_torch(loaded: Loaded, index: int, optimizer: Any, saved: Any) -> None
         for name in group["params"]:
             entry = saved["state"].get(name)
             if entry:
-                if absent := [key for flag, key in _ENTRY_OF_FLAG.items() if group.get(flag) and key not in entry]:
-                    raise DamagedCheckpoint(f"{loaded.path}: optim/optim.json has no {absent[0]!r} for {name!r}")
+                if absent := _entries_of_flags(optimizer, group).values() - entry.keys():
+                    raise DamagedCheckpoint(f"{loaded.path}: optim/optim.json has no {min(absent)!r} for {name!r}")
                 shape = {key: isinstance(value, Stored) for key, value in entry.items()}
                 # Adafactor has other entries for matrices (rows, columns) than for vectors.
                 dims = len(loaded.source.stored(str(name)).shape) if isinstance(optimizer, torch.optim.Adafactor) else 0
@@ -297,6 +311,19 @@ def _check_torch(loaded: Loaded, index: int, optimizer: Any, saved: Any) -> None
                     raise DamagedCheckpoint(
                         f"{loaded.path}: optim/optim.json has different entries for {name!r} than for other parameters"
                     )
+
+
+def _check_flags(loaded: Loaded, optimizer: Any, saved: Any) -> None:
+    """Check that the saved state has the entries that flags of the configured hyperparameters need."""
+    for saved_group, group in zip(saved["param_groups"], optimizer.param_groups, strict=False):
+        entries = [entry for name in saved_group["params"] if (entry := saved["state"].get(name))]
+        for flag, key in _entries_of_flags(optimizer, group).items():
+            if any(key not in entry for entry in entries):
+                raise ValueError(
+                    f"{loaded.path} was saved with {flag}={saved_group.get(flag)} and has no {key!r}, which {type(optimizer).__name__} needs with "
+                    f"the configured {flag}={group[flag]}. Configure the saved value, or start the optimizer fresh with "
+                    "Resume(path, optimizer=False)"
+                )
 
 
 def check_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> None:
@@ -339,7 +366,7 @@ def check_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> N
         )
 
 
-def check_optimizers(loaded: Loaded, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
+def check_optimizers(loaded: Loaded, optimizers: Sequence[Any], schedulers: Sequence[Any], how: Resume) -> None:
     """Check that optimizers and schedulers can continue from the checkpoint, with the errors of :func:`check_optimizer` and
     :func:`check_scheduler`."""
     schedules = loaded.shared["schedulers"]
@@ -349,7 +376,7 @@ def check_optimizers(loaded: Loaded, optimizers: Sequence[Any], schedulers: Sequ
             f"{len(optimizers)} and {len(schedulers)}; Resume(path, optimizer=False) starts them fresh"
         )
     for index, optimizer in enumerate(optimizers):
-        check_optimizer(loaded, index, optimizer)
+        check_optimizer(loaded, index, optimizer, how.hyperparameters == "configured")
     for index, state in enumerate(schedules):
         check_scheduler(loaded, index, schedulers[index], state)
 

@@ -236,7 +236,7 @@ class RunSnapshot(EngineSnapshot):
         if train is not None and state.position and not state.epoch_done and loaders:
             check_samples(loaded.path, loaders[0].get("samples"), train.samples, state.position, how.strict)
         if how.optimizer:
-            check_optimizers(loaded, self.optimizers, self.schedulers)
+            check_optimizers(loaded, self.optimizers, self.schedulers, how)
         if self._engine.is_main_process and self._module.automatic_optimization:
             self._warn_about_global_batch(loaded)
 

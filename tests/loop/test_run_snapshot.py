@@ -163,6 +163,30 @@ def test_configured_hyperparameters_hold(root: Path) -> None:
     assert (watch.step, watch.state, watch.schedule) == (saved.step, saved.state, saved.schedule) == (8, 2, 2)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "flag", "entry"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, "max_exp_avg_sq"),
+        (torch.optim.RMSprop, {"centered": True}, "grad_avg"),
+        (torch.optim.RMSprop, {"momentum": 0.9}, "momentum_buffer"),
+    ],
+)
+def test_a_configured_flag_whose_state_was_not_saved(tmp_path: Path, optimizer: Any, flag: dict, entry: str) -> None:
+    class Flagged(Net):
+        def __init__(self, **flags: Any) -> None:
+            super().__init__()
+            self.flags = flags
+
+        def configure_optimizers(self) -> Any:
+            chosen = optimizer(self.parameters(), lr=0.1, **self.flags)
+            return [chosen], [torch.optim.lr_scheduler.ExponentialLR(chosen, 0.5)]
+
+    linear_fit(tmp_path, ModelCheckpoint(), max_epochs=1).run(Flagged(), LINEAR_BATCHES)
+    start(tmp_path, Flagged(**flag), "last")  # with the saved flags
+    with pytest.raises(ValueError, match=f"and has no '{entry}', which {optimizer.__name__} needs with the configured"):
+        start(tmp_path, Flagged(**flag), Resume("last", hyperparameters="configured"))
+
+
 def test_hyperparameters_that_a_checkpoint_replaces_are_told(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     start(root, Net(lr=0.2, decay=0.3), path(root, 8))
     assert (
