@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.tensors import Stored
 from engine.distributed.collectives import all_or_none, gather_json
 from engine.distributed.group import Group
+from engine.utils.garbage import uncollected
 from engine.utils.log import logger
 from engine.utils.text import terminal_text
 
@@ -81,7 +81,7 @@ class Loaded:
     @cached_property
     def source(self) -> Source:
         """The checkpoint's models and optimizers, with the trained weights."""
-        with _uncollected():
+        with uncollected():  # a thousand parameters are described by 50,000 small objects
             return Source(self.opened, TRAINED)
 
     @cached_property
@@ -143,19 +143,6 @@ class Loaded:
         """The own states of all ranks that saved; empty for a converted checkpoint."""
         states = (self.of_rank(rank) for rank in range(self.manifest["world_size"]))
         return [state for state in states if state is not None]
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Turn automatic garbage collection off inside the block: a thousand parameters are described by 50,000 small objects, none of which is garbage,
-    and so many new objects make Python traverse every object of the process."""
-    automatic = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if automatic:
-            gc.enable()
 
 
 @contextmanager

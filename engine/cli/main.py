@@ -17,7 +17,7 @@ from importlib import metadata
 from engine.cli import options
 from engine.cli.terminal import STATUSES, Parser, guarded, open_streams
 from engine.utils.errors import nearest
-from engine.utils.garbage import collect_none_at_exit
+from engine.utils.garbage import collect_none_at_exit, uncollected
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,9 @@ def run_command(name: str, words: Sequence[str]) -> int:
     command_parser = COMMANDS[name].parser()
     chosen = command_parser.parse_args(list(words))
     command_parser.check(chosen)
-    return int(importlib.import_module(chosen.run_by).run(chosen))
+    with uncollected():  # torch is a million objects
+        command = importlib.import_module(chosen.run_by)
+    return int(command.run(chosen))
 
 
 def version(distribution: str) -> str | None:

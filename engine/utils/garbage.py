@@ -93,6 +93,18 @@ class Collector:
         self._count = 0
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Switch automatic collection off inside the block, which creates many objects that stay: Python would traverse all objects again and again."""
+    automatic = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if automatic:
+            gc.enable()
+
+
 def collect_none_at_exit() -> None:
     """Let the interpreter, which is about to exit, leave out its last collection of garbage: it takes 0.3 s or more after ``import torch``.
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.ranks import run_script
 
 SCRIPT = """
 import json, os, pathlib, sys
@@ -58,18 +57,8 @@ def finished(tmp_path_factory):
     """Folder and output of a run on two processes, which the script starts itself."""
     root = tmp_path_factory.mktemp("two_ranks")
     (root / "script.py").write_text(SCRIPT)
-    place = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": place}
-    done = subprocess.run(
-        [sys.executable, str(root / "script.py"), str(root)],
-        env=environment,
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return root, done.stdout
+    with contextlib.chdir(root):
+        return root, run_script(Path("script.py"), root, forked=True).stdout
 
 
 def test_both_ranks_decide_the_same(finished):

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.ranks import PATIENCE_S, clean_environment, rank_variables
+from support.ranks import PATIENCE_S, clean_environment, rank_variables, run_script
 
 from engine.checkpoint.catalog import entries
 from engine.distributed import failures
@@ -214,10 +214,7 @@ def test_two_processes_run_the_same_command(here: Path) -> None:
         "devices=2",
         *HALF,
     )
-    done = subprocess.run(
-        [sys.executable, "bin/fit", *arguments], env=clean_environment(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_script(Path("bin/fit"), *arguments, forked=True)
     assert done.stdout.splitlines()[0] == "completed (max_epochs=1 reached): 1 epoch, 2 steps"
     sys.path.insert(0, str(here))
     from net import Net  # type: ignore[import-not-found]

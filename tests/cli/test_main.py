@@ -11,15 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.ranks import Ran, run_script
 
 ROOT = Path(__file__).parents[2]
+CONSOLE_SCRIPT = "import sys; from engine.cli.main import main; sys.exit(main())"
 
 
-def fit(*arguments: str, cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("FIT_")}
-    environ = {**clean, "PYTHONPATH": str(ROOT), **environ}
-    command = [sys.executable, "-m", "engine.cli.main", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=300, check=False)
+def fit(*arguments: str, forked: bool = False, **environ: str) -> Ran:
+    """Run the console script. ``forked``: torch is imported already."""
+    return run_script(CONSOLE_SCRIPT, *arguments, check=False, env=environ, forked=forked)
+
+
+def fit_env(*arguments: str, **environ: str) -> Ran:
+    return fit("env", *arguments, forked=True, **environ)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +69,10 @@ def test_an_unknown_command_is_an_error() -> None:
     assert "did you mean 'env'" in done.stderr
 
 
-def test_env_has_each_setting_with_its_origin(tmp_path: Path) -> None:
-    (tmp_path / "fit.yaml").write_text("max_time: 10 min\n")
-    done = fit("env", "--json", cwd=tmp_path, FIT_PRECISION="bf16")
+def test_env_has_each_setting_with_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("fit.yaml").write_text("max_time: 10 min\n")
+    done = fit_env("--json", FIT_PRECISION="bf16")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["settings"]["precision"] == {"value": "bf16-mixed", "origin": "environment FIT_PRECISION"}
@@ -85,7 +90,7 @@ def test_env_has_each_setting_with_its_origin(tmp_path: Path) -> None:
 
 
 def test_env_for_people() -> None:
-    done = fit("env")
+    done = fit_env()
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["log_every_n_steps", "50", "default"] in lines
@@ -99,19 +104,19 @@ def test_env_shows_who_launched_the_process_and_how_that_is_known() -> None:
         "OMPI_COMM_WORLD_LOCAL_RANK": "1",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     }
-    report = json.loads(fit("env", "--json", **mpi, MASTER_PORT="4000").stdout)
+    report = json.loads(fit_env("--json", **mpi, MASTER_PORT="4000").stdout)
     assert (report["environment"]["name"], report["environment"]["rank"], report["environment"]["master_port"]) == (
         "openmpi",
         1,
         4000,
     )
     assert report["variables"] == mpi | {"MASTER_PORT": "4000"}
-    done = fit("env", SLURM_JOB_ID="7", SLURM_NTASKS="2")
+    done = fit_env(SLURM_JOB_ID="7", SLURM_NTASKS="2")
     assert "hint: inside SLURM job 7, but a single process, because it was not started by srun" in done.stdout
 
 
 def test_env_says_what_would_fail() -> None:
-    done = fit("env", FIT_PRECISON="bf16", RANK="0")
+    done = fit_env(FIT_PRECISON="bf16", RANK="0")
     assert done.returncode == 1
     errors = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
     assert len(errors) == 2

@@ -115,7 +115,6 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
     run(str(copy / WRITE), status=1)
     run(str(copy / WRITE), "--write")
-    run(str(copy / WRITE))
     return run
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.internals import resolved_settings
+from support.ranks import run_script
 
 from engine.config import yaml_text
 from engine.config.yaml_text import flow
@@ -56,9 +55,8 @@ def test_sections_of_fit_run_are_read_alike(in_tmp: Path, section: str) -> None:
 def test_no_command_runs_what_a_file_names(in_tmp: Path, command: list[str]) -> None:
     Path("fit.yaml").write_text(f"max_steps: 1\nseed: {HOSTILE[0]}\n")
     Path("script.py").write_text("open('pwned', 'w')")
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-m", "engine.cli.main", *command]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    code = "import sys; from engine.cli.main import main; sys.exit(main())"
+    done = run_script(code, *command, check=False, forked=True)
     assert done.returncode != 0
     assert "fit.yaml:2: the tag '!!python/object/apply:os.system' is refused" in done.stdout + done.stderr
     assert not Path("pwned").exists()
