@@ -177,9 +177,11 @@ def _run_as(request: dict[str, Any]) -> types.ModuleType:
 
 
 if __name__ == "__main__":
+    gc.disable()
     for name in sys.argv[1:]:
         importlib.import_module(name)
     gc.freeze()  # what was imported is not walked at each process's end: that takes a second
+    gc.enable()
     asked = _serve()
     if asked is not None:
         main = _run_as(asked)
