@@ -79,6 +79,7 @@ def run(job: Job) -> int:
         except LaunchError as error:
             output.write_line(str(error))
         except SignalReceived as error:
+            signals.job_ends = True
             status = 128 + error.number
         finally:
             output.close()
@@ -123,30 +124,33 @@ class SignalReceived(Exception):
 
 
 class Signals:
-    """The signals of this process that end the job: the first raises :class:`SignalReceived` in the main thread, and so does each Ctrl-C."""
+    """The signals of this process that end the job: each raises :class:`SignalReceived` in the main thread."""
 
     def __init__(self) -> None:
-        self.first: int | None = None
-        self._wait = False
+        self.job_ends = False
+        """Whether the job ends because of one: later ones are ignored, for a launcher and a scheduler may both send one, but not Ctrl-C."""
+        self._postpones = False
+        self._postponed: int | None = None
 
     def handle(self, number: int, frame: object) -> None:
         """The handler of each of them."""
-        if self.first is not None and number != signal.SIGINT:  # a launcher and a scheduler may both send a signal
+        if self.job_ends and number != signal.SIGINT:
             return
-        self.first = number if self.first is None else self.first
-        if not self._wait:
+        if self._postpones:
+            self._postponed = number
+        else:
             raise SignalReceived(number)
 
     @contextlib.contextmanager
     def raise_at_end(self) -> Iterator[None]:
         """Raise a signal that comes inside the block at its end, when a rank that is being started is known and can be told to end."""
-        self._wait = True
+        self._postpones = True
         try:
             yield
         finally:
-            self._wait = False
-        if self.first is not None:
-            raise SignalReceived(self.first)
+            self._postpones = False
+        if self._postponed is not None:
+            raise SignalReceived(self._postponed)
 
 
 @contextlib.contextmanager
@@ -170,7 +174,7 @@ def signals_raised(process_ends: bool = False) -> Iterator[Signals]:
         yield signals
     finally:
         for number, handler in previous_handlers.items():
-            if number == signal.SIGINT or not process_ends or signals.first is None:
+            if number == signal.SIGINT or not (process_ends and signals.job_ends):
                 signal.signal(number, handler)
 
 
@@ -318,7 +322,7 @@ class Agent:
 
     def _pass_on(self, number: signal.Signals) -> None:
         """Pass SIGTERM or Ctrl-C on to the ranks, and give them time to save."""
-        self._signals.first = number  # a rank may have got it, and not this process
+        self._signals.job_ends = True
         hurry = threading.Event()
         if threading.current_thread() is threading.main_thread():  # other threads do not get signals
             signal.signal(signal.SIGINT, lambda *_: hurry.set())
