@@ -90,12 +90,16 @@ fit.run(Net(), [torch.ones(2, 1)] * 8)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param("01", marks=pytest.mark.slow), "1"])
-def test_an_error_is_told_once_with_the_users_lines(
-    tmp_path: Path, ranks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(ENDS)
-    ran = run_script(Path("train.py"), ranks, check=False, forked=True)
+def test_an_error_is_told_once_with_the_users_lines(tmp_path: Path, ranks: str) -> None:
+    (tmp_path / "train.py").write_text(ENDS)
+    ran = subprocess.run(
+        [sys.executable, "train.py", ranks],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert ran.returncode == 1
     lines = [line.removeprefix("[rank0]: ") for line in ran.stderr.splitlines()]
     assert lines.count("Traceback (most recent call last):") == 1
