@@ -153,11 +153,14 @@ class Pipeline:
             return root(loss, samples / count)
 
         self._loss_of = loss_of
-        schedule = self._scheduled(inputs, rows)
+        schedule, is_new = self._scheduled(inputs, rows)
+        earlier_grads = self._take_gradients() if is_new else []
         # Stages run their forward passes under autocast themselves; backward runs without.
         with torch.autocast(self.device.type, enabled=False):
             arguments = inputs if 0 in self.modules else ()
             schedule.step(*arguments, target=torch.arange(self.num_microbatches))
+        for parameter, grad in earlier_grads:
+            parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         self._loss_of = None
         dist.broadcast(totals, group_src=self.owner(self.num_stages - 1), group=self.group)
         return totals
@@ -215,11 +218,21 @@ class Pipeline:
         self._returned = specs[-1]
         return specs
 
-    def _scheduled(self, inputs: tuple[Tensor, ...], rows: int) -> Any:
-        """The schedule for chunks of ``rows`` rows of inputs like these; created once for each shape."""
+    def _take_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Remove the gradients of this window's earlier micro-batches from sharded stages, and return them: torch sets the gradients of such a
+        stage to ``None`` when a schedule runs for the first time."""
+        parameters = [p for stage in self.modules.values() if isinstance(stage, FSDPModule) for p in stage.parameters()]
+        earlier_grads = [(p, p.grad) for p in parameters if p.grad is not None]
+        for parameter, _ in earlier_grads:
+            parameter.grad = None
+        return earlier_grads
+
+    def _scheduled(self, inputs: tuple[Tensor, ...], rows: int) -> tuple[Any, bool]:
+        """The schedule for chunks of ``rows`` rows of inputs like these, created once for each shape, and whether it is new."""
         specs = self._expect(tuple(t[:rows] for t in inputs))
         key = tuple(specs[0])
-        if key not in self._schedules:
+        is_new = key not in self._schedules
+        if is_new:
             stages = []
             for index, module in self.modules.items():
                 examples = [
@@ -242,7 +255,7 @@ class Pipeline:
             self._schedules[key] = schedule(
                 stages[0] if single else stages, self.num_microbatches, loss_fn=self._loss, scale_grads=False
             )
-        return self._schedules[key]
+        return self._schedules[key], is_new
 
     def _loss(self, output: Any, index: Tensor) -> Tensor:
         assert self._loss_of is not None

@@ -53,6 +53,8 @@ FOUND = [
         epochs=3,
         seed=99,
     ),
+    # A shape of chunks that came first within a window took the gradients of the window's earlier micro-batches away.
+    Case(strategy="pp2x2", data="list", units=4, epochs=2),
     # What no loss reaches got a gradient of zero only from a None in the window's last micro-batch.
     Case(
         strategy="ddp2", frozen=True, unused=True, none=3, samples=23, units=6, epochs=2, clip="norm", optimizer="adamw"
