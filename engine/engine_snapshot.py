@@ -39,6 +39,9 @@ class EngineSnapshot:
 
     A run uses the subclass :class:`engine.loop.run_snapshot.RunSnapshot`, which overrides the module, optimizers, schedulers, positions and streams
     to save, replaces ``restore_weights``, ``check_counts``, ``check`` and ``restore_place``, and extends the other steps by the run's own state.
+
+    Args:
+        scaler: what :meth:`engine.strategies.base.Strategy.scaler` returned.
     """
 
     def __init__(self, prepared: Prepared, scaler: Scaler | None) -> None:

@@ -38,7 +38,8 @@ class IndexStream(Sampler[Any]):
 
 
 class PassBatches(ABC):
-    """The batches of one pass over a loader, numbered as a loop on one process would get them."""
+    """The batches of one pass over a loader, numbered as a loop on one process would get them: ``pass_batches`` of each subclass of
+    :class:`IndexedFeed` says which of the classes below they are."""
 
     count: int
     """The number of batches in the pass."""
@@ -93,7 +94,8 @@ class ListBatches(PassBatches):
 
 
 class IndexedFeed(Feed):
-    """A feed over data with indices. A combination reads it as a member: pass by pass, and by batch number."""
+    """A feed over data with indices: ``SampleFeed``, ``BatchFeed`` or ``ListFeed``, as :class:`engine.data.feed.Feed` says. A combination reads
+    it as a member: pass by pass, and by batch number."""
 
     order: SampleOrder | None = None
     sized = True

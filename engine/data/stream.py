@@ -37,6 +37,9 @@ class StreamFeed(Feed):
 
     Each window is read ahead, so that the weights of its micro-batches are known before its first backward pass. The ranks exchange the batches'
     sizes once per window, and a rank whose data is exhausted continues at weight 0 until all ranks are at the end.
+
+    Args:
+        reader: :class:`engine.data.combined.CombinedReader` for a combination; by default the one that :func:`reader_for` chooses.
     """
 
     def __init__(self, data: Any, group: Group, seed: int, reader: StreamReader | None = None) -> None:
@@ -200,7 +203,11 @@ def reader_for(data: Any) -> StreamReader:
 
 
 class StreamReader:
-    """Reads data unchanged. The position is the state of the data or, if it has none, of its iterator."""
+    """Reads data unchanged. The position is the state of the data or, if it has none, of its iterator.
+
+    :func:`reader_for` chooses between this class and its subclasses ``InProcessReader`` and ``WorkerReader``; a combination has
+    :class:`engine.data.combined.CombinedReader`.
+    """
 
     samples = staticmethod(batch_size)
     """The number of samples in a batch; ``None`` if unknown."""

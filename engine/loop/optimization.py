@@ -24,7 +24,8 @@ class Optimization(ABC):
     stepping = False
     """Whether an optimizer step is in progress, so that the state is not consistent and cannot be saved."""
     optimizers: list[Any]
-    """The optimizers as hooks and the module get them: torch's, or each in a :class:`engine.step.wrappers.PreparedOptimizer`."""
+    """The optimizers as hooks and the module get them: torch's, or each in a :class:`engine.step.wrappers.PreparedOptimizer`. A strategy that owns
+    the step may have replaced ``zero_grad`` on them, as ``DrivenModel.begin`` in :mod:`engine.strategies.deepspeed` does."""
     backward_pass: Callable[..., Any]
     """Runs the backward pass from a loss: :meth:`engine.Engine.backward`, or the module's overridden ``backward``."""
 

@@ -139,7 +139,8 @@ _ALIASES = {
 
 
 class Scaler(torch.amp.GradScaler):
-    """A ``GradScaler`` whose unscaling also divides by the window's weight, and that several optimizers share correctly.
+    """A ``GradScaler`` whose unscaling also divides by the window's weight, and that several optimizers share correctly. Another strategy may
+    have an object with the same methods in its place: see :meth:`engine.strategies.base.Strategy.scaler`.
 
     The scale changes only while no optimizer holds gradients that were made with the old one: with
     ``backward(a); backward(b); a.step(); b.step()`` both are unscaled with the scale of their backward passes.

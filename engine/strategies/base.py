@@ -136,7 +136,8 @@ class Strategy(GradientSync):
         return nullcontext()
 
     def scaler(self) -> Scaler | None:
-        """The loss scaler under fp16; ``None`` under other precisions."""
+        """The loss scaler under fp16, which a strategy that owns the step may replace by an object with the same methods, such as the
+        ``LossScale`` of :mod:`engine.strategies.deepspeed`; ``None`` under other precisions."""
         return Scaler(self.group.device) if self.precision.scaled else None
 
     def stepper(self, scaler: Scaler | None, on_nonfinite: str | None) -> Stepper:

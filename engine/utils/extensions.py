@@ -72,7 +72,8 @@ def attribute_error(owner: object, name: str, sentence: str) -> AttributeError:
 
 
 def completed(cls: type[T]) -> type[T]:
-    """Decorate a public class, so that annexes may add attributes whose error explains why they do not exist, and explain wrong calls.
+    """Decorate a public class, so that annexes may add attributes whose error explains why they do not exist, and explain wrong calls: with all
+    annexes that is :func:`engine.compat.hints.complete`.
 
     Methods that a step calls are not wrapped, and attributes that exist do not get slower.
     """
