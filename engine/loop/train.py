@@ -131,16 +131,16 @@ def do_what_is_due(run: Run, outputs: Any) -> None:
         report_endless(run)
     if first:
         check_monitors(run)
-    if control.below_min_steps and step >= (run.settings.min_steps or 0):
-        control.below_min_steps = False
-        control.ask_postponed()
-        control.agree_now()
     if (
         run.loaders.validation
         and not control.reason
         and run.intervals.validation.due(step, None, control.elapsed_s, run.epochs)
     ):
         validate(run)
+    if control.below_min_steps and step >= (run.settings.min_steps or 0):
+        control.below_min_steps = False
+        control.ask_postponed()
+        control.agree_now()
     control.limit_reached(run.loaders.train_batches)
     if run.intervals.garbage.due(step, None, 0.0):
         run.garbage.collect(control.elapsed_s)

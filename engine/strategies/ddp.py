@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from engine.config.settings import Settings
 from engine.strategies.base import Strategy, broadcast_from_rank_0, class_name, sum_over_ranks, trained_parameters
 from engine.strategies.ddp_replica import Replica
 from engine.strategies.unreduced_gradients import GradientAverage, ReachedParameters
@@ -56,6 +57,13 @@ class DDP(Strategy):
             )
         if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
             raise ValueError(f"DDP(bucket_cap_mb={self.bucket_cap_mb!r}) must be positive")
+
+    def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
+        if settings.compile and self.bucket_cap_mb is not None and self.bucket_cap_mb < 1 and world_size != 1:
+            raise ValueError(
+                f"DDP(bucket_cap_mb={self.bucket_cap_mb!r}) with compile={settings.compile!r}: torch compiles a replica for buckets of at least "
+                "1 MiB; give bucket_cap_mb=1 or more, or compile=False"
+            )
 
     def setup(self, model: nn.Module) -> nn.Module:
         if any(map(is_sharded, model.parameters())):

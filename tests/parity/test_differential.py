@@ -55,6 +55,8 @@ FOUND = [
     ),
     # A shape of chunks that came first within a window took the gradients of the window's earlier micro-batches away.
     Case(strategy="pp2x2", data="list", units=4, epochs=2),
+    # The validation that was due at the step at which min_steps let a wish to stop come true was left out.
+    Case(data="front", samples=72, batch=3, units=9, epochs=3, val="half", val_samples=6, stop="epoch", min_steps=3),
     # What no loss reaches got a gradient of zero only from a None in the window's last micro-batch.
     Case(
         strategy="ddp2", frozen=True, unused=True, none=3, samples=23, units=6, epochs=2, clip="norm", optimizer="adamw"

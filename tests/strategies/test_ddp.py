@@ -354,6 +354,14 @@ def test_wrong_settings(settings: dict[str, Any], words: str) -> None:
         DDP(**settings)
 
 
+def test_buckets_for_which_torch_compiles_no_replica() -> None:
+    settings = Fit(compile=True).settings
+    with pytest.raises(ValueError, match=r"DDP\(bucket_cap_mb=0.5\) with compile=True: .* at least 1 MiB"):
+        DDP(bucket_cap_mb=0.5).check(settings, {}, 2)
+    DDP(bucket_cap_mb=1).check(settings, {}, 2)
+    DDP(bucket_cap_mb=0.5).check(settings, {}, 1)  # one process reduces nothing
+
+
 def test_data_parallel_and_compiled_modules_are_refused_alone_too() -> None:
     with pytest.raises(
         ValueError, match=r"wrapped in DataParallel already.*strategy='ddp' with a process for each device"

@@ -322,6 +322,7 @@ def _by_axis(rules: _Rules, both: tuple[str, str]) -> None:
     when(case.kernel == "fused" and rules.case.body == "complex", body="mlp")
     if case.compiled and not any(map(deepspeed, both)) and not any(map(model_parallel, both)):
         when(rules.case.compiled, body="mlp", none=0, dropout=False, sync=False, recompute="")
+        when(rules.case.compiled and rules.case.ddp == "buckets", ddp="")  # which torch does not compile
     else:
         when(True, compiled=False)
     when(case.schedule == "val", door="fit", val="epoch", val_loaders=1)
