@@ -154,12 +154,12 @@ class Pipeline:
 
         self._loss_of = loss_of
         schedule, is_new = self._scheduled(inputs, rows)
-        earlier_grads = self._take_gradients() if is_new else []
+        earlier_grads = self._take_gradients() if is_new else {}
         # Stages run their forward passes under autocast themselves; backward runs without.
         with torch.autocast(self.device.type, enabled=False):
             arguments = inputs if 0 in self.modules else ()
             schedule.step(*arguments, target=torch.arange(self.num_microbatches))
-        for parameter, grad in earlier_grads:
+        for parameter, grad in earlier_grads.items():
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         self._loss_of = None
         dist.broadcast(totals, group_src=self.owner(self.num_stages - 1), group=self.group)
@@ -218,12 +218,13 @@ class Pipeline:
         self._returned = specs[-1]
         return specs
 
-    def _take_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+    def _take_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Remove the gradients of this window's earlier micro-batches from sharded stages, and return them: torch sets the gradients of such a
         stage to ``None`` when a schedule runs for the first time."""
-        parameters = [p for stage in self.modules.values() if isinstance(stage, FSDPModule) for p in stage.parameters()]
-        earlier_grads = [(p, p.grad) for p in parameters if p.grad is not None]
-        for parameter, _ in earlier_grads:
+        stages = [stage for stage in self.modules.values() if isinstance(stage, FSDPModule)]
+        # By parameter, because two stages of this rank may share one.
+        earlier_grads = {p: p.grad for stage in stages for p in stage.parameters() if p.grad is not None}
+        for parameter in earlier_grads:
             parameter.grad = None
         return earlier_grads
 

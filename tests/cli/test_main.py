@@ -17,13 +17,13 @@ ROOT = Path(__file__).parents[2]
 CONSOLE_SCRIPT = "import sys; from engine.cli.main import main; sys.exit(main())"
 
 
-def fit(*arguments: str, forked: bool = False, **environ: str) -> Ran:
-    """Run the console script. ``forked``: torch is imported already."""
-    return run_script(CONSOLE_SCRIPT, *arguments, check=False, env=environ, forked=forked)
+def fit(*arguments: str, **environ: str) -> Ran:
+    return run_script(CONSOLE_SCRIPT, *arguments, check=False, env=environ)
 
 
 def fit_env(*arguments: str, **environ: str) -> Ran:
-    return fit("env", *arguments, forked=True, **environ)
+    """Run ``fit env`` where torch is imported already."""
+    return run_script(CONSOLE_SCRIPT, "env", *arguments, check=False, env=environ, forked=True)
 
 
 @pytest.mark.parametrize(
