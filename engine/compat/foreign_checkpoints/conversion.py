@@ -19,8 +19,8 @@ from engine.checkpoint.remote_storage import local_copy, without_query
 from engine.checkpoint.storage import Draft
 from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.tensors import Stored, TensorFiles, storable
-from engine.compat.convert.optimizer_names import nested, with_parameter_names
-from engine.compat.convert.untrusted_files import (
+from engine.compat.foreign_checkpoints.optimizer_names import nested, with_parameter_names
+from engine.compat.foreign_checkpoints.untrusted_files import (
     METADATA,
     PICKLE,
     DistributedFiles,
