@@ -31,7 +31,7 @@ PROGRAMS = {
         r"exact, 1 process\(es\): {'passed': 1,",
         "accelerate",
     ),
-    "calls.py": Smallest("--steps 10 --case plain --check", r"plain +│ +\d+ │ +\+\d+"),
+    "calls.py": Smallest("--steps 10 --case plain", r"plain +│ +\d+ │ +\+\d+"),
     "checkpoint.py": Smallest(
         "--megabytes 1 --rounds 1 --dir .", r"Fit, default: a save of a tiny model in a run \(ms\) +[\d.-]+"
     ),
@@ -42,7 +42,7 @@ PROGRAMS = {
         "--no-peers --rounds 1 --steps 10 --case plain --case 'DDP tiny'", r"DDP tiny +│ +[\d.]+ │"
     ),
     "planning.py": Smallest("--model tiny --ranks 8", r"8 │ +[\d.]+ s │"),
-    "published_modules.py": Smallest("boring_model --errors", r"1 of 1 with weights equal", "lightning"),
+    "published_modules.py": Smallest("boring_datamodule_no_len --errors", r"1 of 1 with weights equal", "lightning"),
     "startup.py": Smallest("--no-peers --rounds 1", r"\+ Fit, to its first step +│ +[\d.]+"),
     "strategies.py": Smallest("--no-peers --rounds 1 --steps 2 --case ddp", r"ddp +│ +[\d.]+ │"),
     "ten_callbacks.py": Smallest("--rounds 1 --steps 10", r"all ten +[+-][\d.]+ us a step"),
