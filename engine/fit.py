@@ -14,23 +14,18 @@ from typing import TYPE_CHECKING, Any, Never
 from torch import nn
 
 from engine import strategies
-from engine.callback import Callback, adapted_callbacks, affecting_steps, with_callbacks_of_module
+from engine.callback import Callback, adapted_callbacks, affecting_steps
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
-from engine.config import combinations
 from engine.config.duration import Duration
 from engine.config.resolve import UNSET, Resolved, resolve, with_real_defaults_in_help
 from engine.config.settings import Settings, check
 from engine.data.datamodule import DataModule
 from engine.distributed import failures
 from engine.distributed.environments import detect
-from engine.distributed.group import Group
-from engine.engine import Engine
 from engine.launch.script_ranks import joined
 from engine.loop import setup
-from engine.loop.callback_states import check_keys
 from engine.loop.evaluate import call_hooks, evaluate, predict, sanity_check
-from engine.loop.first_checks import report_misspelled
 from engine.loop.lifecycle import collecting_garbage, in_folder, log_start, session, watched
 from engine.loop.loaders import RunData
 from engine.loop.out_of_memory import noting_what_finds_a_fit
@@ -45,7 +40,7 @@ from engine.module import TrainModule
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
-from engine.utils.extensions import adapted, checked, completed
+from engine.utils.extensions import adapted, completed
 from engine.utils.log import StartLog
 
 if TYPE_CHECKING:  # importing these takes a second
@@ -214,6 +209,10 @@ class Fit:
         environment = detect(os.environ)
         launched = None if environment.name == "single" else environment.world_size
         strategies.requested(self.settings, self.origins, launched)
+
+    @property
+    def _resolved(self) -> Resolved:
+        return Resolved(self.settings, self.origins, self.sections)
 
     @property
     def is_main_process(self) -> bool:
@@ -396,7 +395,7 @@ class Fit:
         all_callbacks = adapted_callbacks("callbacks", settings.callbacks)
         callbacks = affecting_steps(all_callbacks)
         left_out = [LeftOut(callback.state_key) for callback in all_callbacks if not affecting_steps([callback])]
-        replaying = Fit.from_resolved(Resolved(settings, self.origins, self.sections), [*callbacks, *left_out, watch])
+        replaying = Fit.from_resolved(replace(self._resolved, settings=settings), [*callbacks, *left_out, watch])
         result = replaying.run(module, train_loader, val_loaders, datamodule=datamodule, resume=start.checkpoint)
         if not watch.seen:
             raise ValueError(
@@ -442,10 +441,10 @@ class Fit:
             ValueError, TypeError: as for :meth:`run`; also for data that can be read only once, and for a function whose module reads values of
                 tensors while it is created.
         """
-        from engine.planning import forecast  # planning stands above Fit, and takes a second to import
+        from engine.planning import forecast  # takes a second
 
         return forecast.plan(
-            self,
+            self._resolved,
             *_planned(module, train_loader, datamodule),
             world_size=world_size,
             nodes=nodes,
@@ -480,7 +479,7 @@ class Fit:
         from engine.planning import forecast  # as in :meth:`plan`
 
         return forecast.search_plans(
-            self,
+            self._resolved,
             *_planned(module, train_loader, datamodule),
             world_size=world_size,
             nodes=nodes,
@@ -569,52 +568,8 @@ class Fit:
             settings = replace(settings, callbacks=callbacks)
         environment = detect(os.environ)
         with StartLog(environment.rank == 0) as start_log, joined(settings, environment) as group:
-            yield self.new_run(module, stage, group, settings, data, start_log=start_log)
-
-    def new_run(
-        self,
-        module: TrainModule,
-        stage: str,
-        group: Group,
-        settings: Settings,
-        data: RunData,
-        callbacks: Sequence[Callback] | None = None,
-        start_log: StartLog | None = None,
-    ) -> Run:
-        """Create the run of ``module`` on these processes, without setting it up.
-
-        Args:
-            module: the module to run.
-            stage: see :attr:`engine.Run.stage`.
-            group: the processes.
-            settings: the settings of the run.
-            data: the loaders and the data module that the user passed.
-            callbacks: replace those of the settings and of the module.
-            start_log: shows the log on an attached terminal until the first step is done.
-        """
-        engine = Engine(
-            strategy=settings.strategy,
-            precision=settings.precision,
-            on_nonfinite=settings.on_nonfinite,
-            seed=settings.seed,
-            group=group,
-            activation_checkpointing=settings.activation_checkpointing,
-            compile=settings.compile,
-            sync_batchnorm=settings.sync_batchnorm,
-        )
-        settings, origins = combinations.configured_by_strategy(settings, self.origins, engine.strategy)
-        checked(module, *settings.callbacks)
-        callbacks = tuple(
-            c
-            for c in (with_callbacks_of_module(module, settings.callbacks) if callbacks is None else callbacks)
-            if not (settings.fast_dev_run and c.runs_last)
-        )
-        check_keys(callbacks)
-        start_log = start_log or StartLog(False)
-        run = Run(settings, engine, module, callbacks, stage, data, origins, self.sections, start_log)
-        if engine.is_main_process:
-            report_misspelled((module, *callbacks), Callback)
-        return run
+            resolved = replace(self._resolved, settings=settings)
+            yield setup.new_run(resolved, module, stage, group, data, start_log=start_log)
 
 
 def _planned(

@@ -1,10 +1,19 @@
-"""Sets a run up from what the user passed: loaders, model, optimizers. Wrong input is an error here, before the first step."""
+"""Creates a run and sets it up from what the user passed: loaders, model, optimizers. Wrong input is an error here, before the first step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from engine.callback import Callback, with_callbacks_of_module
+from engine.config import combinations
+from engine.config.resolve import Resolved
 from engine.data.loader import PreparedLoader
+from engine.distributed.group import Group
+from engine.engine import Engine
+from engine.loop.callback_states import check_keys
 from engine.loop.closure_step import STEP_METHODS, ClosureOptimization, refuse
-from engine.loop.first_checks import check_parameters
+from engine.loop.first_checks import check_parameters, report_misspelled
+from engine.loop.loaders import RunData
 from engine.loop.optimization import Optimization
 from engine.loop.run import Run
 from engine.loop.steps import AutomaticOptimization, ManualOptimization, PipelinedOptimization
@@ -12,8 +21,55 @@ from engine.metrics.torchmetrics_values import joined
 from engine.module import TrainModule, overrides
 from engine.step.optimizers import configured, needs_closure
 from engine.step.wrappers import PreparedOptimizer
-from engine.utils.log import warn_once
+from engine.utils.extensions import checked
+from engine.utils.log import StartLog, warn_once
 from engine.utils.overrides import overridden_methods
+
+
+def new_run(
+    resolved: Resolved,
+    module: TrainModule,
+    stage: str,
+    group: Group,
+    data: RunData,
+    callbacks: Sequence[Callback] | None = None,
+    start_log: StartLog | None = None,
+) -> Run:
+    """Create the run of ``module`` on these processes, without setting it up.
+
+    Args:
+        resolved: the settings of the run, and where they come from.
+        module: the module to run.
+        stage: see :attr:`engine.Run.stage`.
+        group: the processes.
+        data: the loaders and the data module that the user passed.
+        callbacks: replace those of the settings and of the module.
+        start_log: shows the log on an attached terminal until the first step is done.
+    """
+    settings = resolved.settings
+    engine = Engine(
+        strategy=settings.strategy,
+        precision=settings.precision,
+        on_nonfinite=settings.on_nonfinite,
+        seed=settings.seed,
+        group=group,
+        activation_checkpointing=settings.activation_checkpointing,
+        compile=settings.compile,
+        sync_batchnorm=settings.sync_batchnorm,
+    )
+    settings, origins = combinations.configured_by_strategy(settings, resolved.origins, engine.strategy)
+    checked(module, *settings.callbacks)
+    callbacks = tuple(
+        c
+        for c in (with_callbacks_of_module(module, settings.callbacks) if callbacks is None else callbacks)
+        if not (settings.fast_dev_run and c.runs_last)
+    )
+    check_keys(callbacks)
+    start_log = start_log or StartLog(False)
+    run = Run(settings, engine, module, callbacks, stage, data, origins, resolved.sections, start_log)
+    if engine.is_main_process:
+        report_misspelled((module, *callbacks), Callback)
+    return run
 
 
 def _warn(run: Run, message: str) -> None:

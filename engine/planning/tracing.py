@@ -109,7 +109,7 @@ def trace_rank(job: SimulatedJob, rank: int, facts: JobFacts, pipeline: Pipeline
                 strategy_facts(pipelined).representatives(),
             )
         module = job.module if isinstance(job.module, TrainModule) else run.module
-        missing = (*_compiled(job.fit.settings, module), *_validation(run, job.datamodule, samples))
+        missing = (*_compiled(job.resolved.settings, module), *_validation(run, job.datamodule, samples))
         return replace(trace, missing=(*trace.missing, *missing))
 
 
@@ -147,7 +147,7 @@ def _traced_training(
         observer.name(run.module)
         if isinstance(engine.strategy, MeshParallel) and engine.strategy.pipeline is not None:
             engine.strategy.pipeline.weighted = pipeline.weighted
-        facts.from_run(run, batch, compiled=bool(job.fit.settings.compile))
+        facts.from_run(run, batch, compiled=bool(job.resolved.settings.compile))
         engine.window.gradient_sync = _IdenticalRanks(engine.strategy)
         end = trace_epoch(simulated, batch, weights, observer)
     memory = observer.memory
