@@ -264,6 +264,7 @@ class Fit:
             in_folder(run, resume, self._trained),
             session(run),
         ):
+            setup.call_setup_hooks(run)
             self._trained = run.checkpoints.run_folder.trained()
             log_start(run)
             if run.settings.check:
@@ -341,6 +342,7 @@ class Fit:
             in_folder(run, checkpoint, self._trained),
             session(run),
         ):
+            setup.call_setup_hooks(run)
             prepared = setup.evaluation(run, "predict")
             if not prepared:
                 return []
@@ -548,6 +550,7 @@ class Fit:
             in_folder(run, checkpoint, self._trained),
             session(run),
         ):
+            setup.call_setup_hooks(run)
             prepared = setup.evaluation(run, name)
             if not prepared:
                 return []

@@ -1,19 +1,24 @@
-"""Creates a run and sets it up from what the user passed: loaders, model, optimizers. Wrong input is an error here, before the first step."""
+"""Creates a run and sets it up: the user's hooks, loaders, model, optimizers. Wrong input is an error here, before the first step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from engine.callback import Callback, with_callbacks_of_module
 from engine.config import combinations
 from engine.config.resolve import Resolved
+from engine.data.datamodule import DataModule
 from engine.data.loader import PreparedLoader
+from engine.data.order import mixed
 from engine.distributed.group import Group
 from engine.engine import Engine
 from engine.loop.callback_states import check_keys
 from engine.loop.closure_step import STEP_METHODS, ClosureOptimization, refuse
 from engine.loop.first_checks import check_parameters, report_misspelled
 from engine.loop.loaders import RunData
+from engine.loop.method_arguments import accepting
 from engine.loop.optimization import Optimization
 from engine.loop.run import Run
 from engine.loop.steps import AutomaticOptimization, ManualOptimization, PipelinedOptimization
@@ -24,6 +29,7 @@ from engine.step.wrappers import PreparedOptimizer
 from engine.utils.extensions import checked
 from engine.utils.log import StartLog, warn_once
 from engine.utils.overrides import overridden_methods
+from engine.utils.seed import seed_everything
 
 
 def new_run(
@@ -70,6 +76,44 @@ def new_run(
     if engine.is_main_process:
         report_misspelled((module, *callbacks), Callback)
     return run
+
+
+def call_setup_hooks(run: Run, building: AbstractContextManager[Any] | None = None) -> None:
+    """Seed, and call ``prepare_data``, ``setup`` and ``configure_model``.
+
+    Args:
+        building: a context for ``configure_model``, around that of the strategy.
+    """
+    stage, module, datamodule, seed = run.stage, run.module, run.datamodule, run.settings.seed
+    if seed is not None:
+        seed_everything(seed)
+    if datamodule is not None:
+        datamodule.attach(run)
+        _prepare_data(run, datamodule)
+    if overrides(module, "prepare_data"):
+        _prepare_data(run, module)
+    if datamodule is not None:
+        accepting(datamodule.setup, datamodule, "setup", DataModule)(stage)
+    for hook in run.hooks.setup:
+        hook(run, module, stage)
+    if not module.built:
+        with nullcontext() if building is None else building, run.engine.strategy.building():
+            module.configure_model()
+    stream = run.engine.strategy.random_stream
+    if stream and stage == "fit":
+        # Ranks see different samples, but with the same random numbers dropout would drop the same units on all ranks.
+        seed_everything(mixed(run.engine.seed, stream) % 2**32)
+
+
+def _prepare_data(run: Run, owner: DataModule | TrainModule) -> None:
+    """Call ``prepare_data`` on one process of each machine, or of the job, while the other processes wait."""
+    engine = run.engine
+    if run.world_size == 1:
+        owner.prepare_data()
+        return
+    with engine.local_main_process_first():
+        if engine.is_local_main_process if owner.prepare_data_per_node else engine.is_main_process:
+            owner.prepare_data()
 
 
 def _warn(run: Run, message: str) -> None:

@@ -32,7 +32,7 @@ from engine.distributed.stop_agreement import Agreement
 from engine.loop.lifecycle import frame, torch_flags
 from engine.loop.loaders import RunData
 from engine.loop.run import Run
-from engine.loop.setup import new_run
+from engine.loop.setup import call_setup_hooks, new_run
 from engine.module import TrainModule
 from engine.planning import imported_deepspeed, torch_private
 from engine.planning.fake_tensors import Simulation, fake_module
@@ -105,7 +105,8 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
         run.control.agreement = NoStops(group, run.control.stopwatch)
         stack.enter_context(imported_deepspeed.accepting_plans(group))
         stack.enter_context(torch_flags(settings))
-        stack.enter_context(frame(run, lambda: simulation))
+        stack.enter_context(frame(run))
+        call_setup_hooks(run, simulation)
         run.loaders.training()
         yield SimulatedRun(run, simulation, missing_values)
 
