@@ -24,7 +24,6 @@ from engine.data.datamodule import DataModule
 from engine.distributed import failures
 from engine.distributed.environments import detect
 from engine.launch.script_ranks import joined
-from engine.loop import setup
 from engine.loop.evaluate import call_hooks, evaluate, predict, sanity_check
 from engine.loop.lifecycle import collecting_garbage, in_folder, log_start, session, watched
 from engine.loop.loaders import RunData
@@ -34,6 +33,7 @@ from engine.loop.rank_checks import compare, compare_models
 from engine.loop.replay import LeftOut, ReplayedStep, StepWatch, starting_point
 from engine.loop.run import Run
 from engine.loop.run_resume import load_weights, reload_best, resume_run
+from engine.loop.setup import call_setup_hooks, new_run, set_up_evaluation, set_up_training
 from engine.loop.state import Result
 from engine.loop.train import call_epoch_hooks, train
 from engine.module import TrainModule
@@ -264,12 +264,12 @@ class Fit:
             in_folder(run, resume, self._trained),
             session(run),
         ):
-            setup.call_setup_hooks(run)
+            call_setup_hooks(run)
             self._trained = run.checkpoints.run_folder.trained()
             log_start(run)
             if run.settings.check:
                 compare_models(run)  # before rank 0's parameters overwrite those of the other ranks
-            setup.training(run)
+            set_up_training(run)
             if resume is not None:
                 resume_run(run, resume)
             call_hooks(run, run.hooks.on_fit_start)
@@ -342,8 +342,8 @@ class Fit:
             in_folder(run, checkpoint, self._trained),
             session(run),
         ):
-            setup.call_setup_hooks(run)
-            prepared = setup.evaluation(run, "predict")
+            call_setup_hooks(run)
+            prepared = set_up_evaluation(run, "predict")
             if not prepared:
                 return []
             load_weights(run, checkpoint, weights)
@@ -550,8 +550,8 @@ class Fit:
             in_folder(run, checkpoint, self._trained),
             session(run),
         ):
-            setup.call_setup_hooks(run)
-            prepared = setup.evaluation(run, name)
+            call_setup_hooks(run)
+            prepared = set_up_evaluation(run, name)
             if not prepared:
                 return []
             load_weights(run, checkpoint, weights)
@@ -572,7 +572,7 @@ class Fit:
         environment = detect(os.environ)
         with StartLog(environment.rank == 0) as start_log, joined(settings, environment) as group:
             resolved = replace(self._resolved, settings=settings)
-            yield setup.new_run(resolved, module, stage, group, data, start_log=start_log)
+            yield new_run(resolved, module, stage, group, data, start_log=start_log)
 
 
 def _planned(

@@ -122,23 +122,23 @@ def _warn(run: Run, message: str) -> None:
         warn_once(message)
 
 
-def training(run: Run) -> None:
+def set_up_training(run: Run) -> None:
     """Set up a training: loaders, model, optimizers. The model is compiled and distributed before the optimizers are created."""
     module = run.module
     check_best(run)
     if getattr(module.training_step, "__func__", None) is TrainModule.training_step:
         raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
     run.placed.accept_training_step()
-    manual_checks(run)
+    check_manual_optimization(run)
     loaders_come_last = run.loaders.asks_for_training and module.starts_before_data and not run.engine.strategy.fused
     if not loaders_come_last:
-        training_loaders(run)
+        prepare_loaders(run)
     run.placed.for_training()
-    optimizers(run)
+    set_up_optimizers(run)
     if loaders_come_last:
         module.on_fit_start()
         run.hooks.leave_out("on_fit_start")
-        training_loaders(run)
+        prepare_loaders(run)
 
 
 def check_best(run: Run) -> None:
@@ -153,15 +153,15 @@ def check_best(run: Run) -> None:
         )
 
 
-def training_loaders(run: Run) -> None:
+def prepare_loaders(run: Run) -> None:
     """Prepare the loaders of training and validation, and what depends on them."""
     run.loaders.training()
     run.loaders.for_validation()
     joined(run.module, run.engine.group, run.engine.data_group)
-    minimum(run)
+    check_min_steps(run)
 
 
-def minimum(run: Run) -> None:
+def check_min_steps(run: Run) -> None:
     """Refuse a ``min_steps`` that ``max_epochs`` cannot reach, if the number of steps per epoch is known."""
     settings, loaders = run.settings, run.loaders
     if (
@@ -179,7 +179,7 @@ def minimum(run: Run) -> None:
         )
 
 
-def manual_checks(run: Run) -> None:
+def check_manual_optimization(run: Run) -> None:
     """Refuse settings that manual optimization leaves to the module."""
     if run.module.automatic_optimization:
         return
@@ -191,7 +191,7 @@ def manual_checks(run: Run) -> None:
             )
 
 
-def optimizers(run: Run) -> None:
+def set_up_optimizers(run: Run) -> None:
     """Call ``configure_optimizers``, prepare its optimizers and schedulers, and choose the run's optimization."""
     module, engine = run.module, run.engine
     overridden = overrides(module, "configure_optimizers")
@@ -218,11 +218,11 @@ def optimizers(run: Run) -> None:
             schedule.check()
     if module.automatic_optimization:
         refuse(run, raw_optimizers)
-    run.optimization = optimization(run, prepared)
+    run.optimization = choose_optimization(run, prepared)
     run.optimizer_set.fill(run.optimization.optimizers, schedules, module.automatic_optimization)
 
 
-def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimization:
+def choose_optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimization:
     """Choose how micro-batches and accumulation windows are processed, by the module, its optimizers and the strategy."""
     module, engine = run.module, run.engine
     methods = overridden_methods(module, ("lr_scheduler_step", *STEP_METHODS), TrainModule)
@@ -241,7 +241,7 @@ def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimization:
     return kind(run, [optimizer.optimizer for optimizer in prepared])
 
 
-def evaluation(run: Run, kind: str) -> list[PreparedLoader]:
+def set_up_evaluation(run: Run, kind: str) -> list[PreparedLoader]:
     """Set up a run of ``"validation"``, ``"test"`` or ``"predict"`` (``kind``); return its loaders, ``[]`` if the limit of batches is 0."""
     module = run.module
     if kind != "predict" and not overrides(module, f"{kind}_step"):

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
-from engine.loop import setup
 from engine.loop.run import Run
+from engine.loop.setup import set_up_training
 from engine.module import TrainModule, overrides
 from engine.planning import torch_private
 from engine.planning.fake_tensors import make_fake
@@ -141,7 +141,7 @@ def _traced_training(
     with simulated.simulation, observer, torch_private.eager():
         make_fake(run.module)
         observer.name(run.module)
-        setup.training(run)
+        set_up_training(run)
         # A plan takes a few steps more than a short training has, and a schedule may end with it.
         run.set_optimizers(run.optimizers, run.schedulers, automatic=False)
         observer.name(run.module)
