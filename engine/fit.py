@@ -23,7 +23,7 @@ from engine.config.settings import Settings, check
 from engine.data.datamodule import DataModule
 from engine.distributed import failures
 from engine.distributed.environments import detect
-from engine.launch.script_ranks import joined
+from engine.launch.script_ranks import joined_group
 from engine.loop.evaluate import call_hooks, evaluate, predict, sanity_check
 from engine.loop.lifecycle import collecting_garbage, in_folder, log_start, session, watched
 from engine.loop.loaders import RunData
@@ -208,6 +208,7 @@ class Fit:
         self._trained: Trained | None = None  # the folders of the latest training
         environment = detect(os.environ)
         launched = None if environment.name == "single" else environment.world_size
+        # Only checked here, so that errors come before processes start: each run has a strategy object of its own, which its engine creates.
         strategies.requested(self.settings, self.origins, launched)
 
     @property
@@ -570,7 +571,7 @@ class Fit:
         if any(map(is_not, callbacks, settings.callbacks)):  # some were another library's
             settings = replace(settings, callbacks=callbacks)
         environment = detect(os.environ)
-        with StartLog(environment.rank == 0) as start_log, joined(settings, environment) as group:
+        with StartLog(environment.rank == 0) as start_log, joined_group(settings, environment) as group:
             resolved = replace(self._resolved, settings=settings)
             yield new_run(resolved, module, stage, group, data, start_log=start_log)
 

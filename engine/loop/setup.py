@@ -22,7 +22,7 @@ from engine.loop.method_arguments import accepting
 from engine.loop.optimization import Optimization
 from engine.loop.run import Run
 from engine.loop.steps import AutomaticOptimization, ManualOptimization, PipelinedOptimization
-from engine.metrics.torchmetrics_values import joined
+from engine.metrics.torchmetrics_values import connect_metrics
 from engine.module import TrainModule, overrides
 from engine.step.optimizers import configured, needs_closure
 from engine.step.wrappers import PreparedOptimizer
@@ -157,7 +157,7 @@ def prepare_loaders(run: Run) -> None:
     """Prepare the loaders of training and validation, and what depends on them."""
     run.loaders.training()
     run.loaders.for_validation()
-    joined(run.module, run.engine.group, run.engine.data_group)
+    connect_metrics(run.module, run.engine.group, run.engine.data_group)
     check_min_steps(run)
 
 
@@ -249,6 +249,6 @@ def set_up_evaluation(run: Run, kind: str) -> list[PreparedLoader]:
     loaders = run.loaders.for_evaluation(kind)
     if not loaders:
         return []
-    joined(module, run.engine.group, run.engine.data_group)
+    connect_metrics(module, run.engine.group, run.engine.data_group)
     run.placed.for_evaluation()
     return loaders
