@@ -40,7 +40,7 @@ from engine.module import TrainModule
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
-from engine.utils.extensions import adapted, completed
+from engine.utils.extensions import adapt, call_error, with_advice
 from engine.utils.log import StartLog
 
 if TYPE_CHECKING:  # importing these takes a second
@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # importing these takes a second
 
 
 # Written from the fields of Settings by tests/tools/settings_text.py --write: the text of Args, and the arguments of __init__.
-@completed
+@with_advice
 class Fit:
     """Trains, validates, tests and predicts with a :class:`engine.TrainModule`.
 
@@ -220,14 +220,16 @@ class Fit:
         """Whether this process is rank 0, before and after runs as well: ``if fit.is_main_process: print(...)``."""
         return detect(os.environ).rank == 0
 
+    @with_real_defaults_in_help
     def run(
         self,
-        module: TrainModule,
+        module: TrainModule = UNSET,
         train_loader: Any = None,
         val_loaders: Any = None,
         *,
         datamodule: DataModule | None = None,
         resume: str | Path | Resume | None = None,
+        **unknown: Never,
     ) -> Result:
         """Train a module::
 
@@ -258,6 +260,8 @@ class Fit:
             KeyboardInterrupt: Ctrl-C was pressed; raised after the step, once callbacks have saved and closed.
             Exception: whatever the module or a callback raised, unchanged.
         """
+        if module is UNSET or unknown:
+            raise call_error(Fit.run, unknown)
         data = _run_data(datamodule, "train", train_loader, validation=val_loaders)
         with (
             noting_what_finds_a_fit(self.names_what_fits),
@@ -288,47 +292,57 @@ class Fit:
             best_weights = run.checkpoints.best_weights()
         return run.result(best_weights)
 
+    @with_real_defaults_in_help
     def validate(
         self,
-        module: TrainModule,
+        module: TrainModule = UNSET,
         loaders: Any = None,
         *,
         datamodule: DataModule | None = None,
         checkpoint: str | Path | None = None,
         weights: str | None = None,
+        **unknown: Never,
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` on every batch; return one dict of metrics per loader.
 
         ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load its weights first, by default those that its score was
         measured with; ``weights``: load instead ``"trained"``, or the weights that a callback has saved under a name such as ``"ema"``.
         """
+        if module is UNSET or unknown:
+            raise call_error(Fit.validate, unknown)
         return self._evaluate(module, loaders, datamodule, checkpoint, weights, "validate", "validation")
 
+    @with_real_defaults_in_help
     def test(
         self,
-        module: TrainModule,
+        module: TrainModule = UNSET,
         loaders: Any = None,
         *,
         datamodule: DataModule | None = None,
         checkpoint: str | Path | None = None,
         weights: str | None = None,
+        **unknown: Never,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` on every batch; return one dict of metrics per loader.
 
         ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load its weights first, by default those that its score was
         measured with; ``weights``: load instead ``"trained"``, or the weights that a callback has saved under a name such as ``"ema"``.
         """
+        if module is UNSET or unknown:
+            raise call_error(Fit.test, unknown)
         return self._evaluate(module, loaders, datamodule, checkpoint, weights, "test", "test")
 
+    @with_real_defaults_in_help
     def predict(
         self,
-        module: TrainModule,
+        module: TrainModule = UNSET,
         loaders: Any = None,
         *,
         datamodule: DataModule | None = None,
         checkpoint: str | Path | None = None,
         weights: str | None = None,
         return_predictions: bool = True,
+        **unknown: Never,
     ) -> list[Any]:
         """Return the outputs of ``predict_step`` from all ranks, on every rank: on the CPU, one entry per batch, in the order of the data.
 
@@ -336,6 +350,8 @@ class Fit:
         ``weights``: as in :meth:`validate`. ``return_predictions=False``: keep no output in memory and return empty lists, for predictions that
         a callback such as ``PredictionWriter`` writes.
         """
+        if module is UNSET or unknown:
+            raise call_error(Fit.predict, unknown)
         data = _run_data(datamodule, "predict", loaders)
         with (
             _train_module(module).lent(),
@@ -502,7 +518,7 @@ class Fit:
             ValueError: the module was sharded by another strategy than this ``Fit`` has.
             RuntimeError: a run is using the module.
         """
-        module = adapted(module)
+        module = adapt(module)
         if module.attached:
             raise RuntimeError(
                 "Fit.state_dict() and gathered() are for a module after its run; in a callback, use run.engine.get_state_dict(module)"
@@ -530,7 +546,7 @@ class Fit:
         Raises:
             ValueError, RuntimeError: as for :meth:`state_dict`.
         """
-        with holding(adapted(module), self.state_dict(module, everywhere=everywhere)):
+        with holding(adapt(module), self.state_dict(module, everywhere=everywhere)):
             yield module
 
     def _evaluate(
@@ -600,7 +616,7 @@ def _train_module(module: Any) -> TrainModule:
     Raises:
         TypeError: it is no ``TrainModule``.
     """
-    module = adapted(module)
+    module = adapt(module)
     if not isinstance(module, TrainModule):
         if isinstance(module, type) and issubclass(module, TrainModule):
             raise TypeError(
@@ -623,7 +639,7 @@ def _datamodule(datamodule: DataModule | None, loader: Any) -> tuple[DataModule 
     Raises:
         ValueError: there are two data modules.
     """
-    datamodule, loader = (adapted(data) if hasattr(data, "train_dataloader") else data for data in (datamodule, loader))
+    datamodule, loader = (adapt(data) if hasattr(data, "train_dataloader") else data for data in (datamodule, loader))
     if isinstance(loader, DataModule):
         if datamodule is not None:
             raise ValueError("two data modules were given, one as the loader and one as datamodule=: give one of them")

@@ -25,6 +25,7 @@ from engine.loop.run import Run
 from engine.loop.stopping import Preempted
 from engine.utils import cuda
 from engine.utils.errors import TERMINATED, CheckError, RankError
+from engine.utils.extensions import explain_call
 from engine.utils.log import logger
 
 
@@ -148,6 +149,8 @@ def _summary(run: Run, cause: str) -> str:
 
 def _fail(run: Run, error: BaseException) -> None:
     """Record that the run failed with ``error``, and call every ``on_exception``; errors in these are logged."""
+    if isinstance(error, TypeError):
+        explain_call(error)
     run.exception = error
     run.engine.group.failed = not isinstance(error, CheckError)  # all ranks raise a CheckError together
     hooks: list[Callable[[], Any]] = [partial(hook, run, run.module, error) for hook in run.hooks.on_exception]

@@ -26,7 +26,7 @@ from engine.metrics.torchmetrics_values import connect_metrics
 from engine.module import TrainModule, overrides
 from engine.step.optimizers import configured, needs_closure
 from engine.step.wrappers import PreparedOptimizer
-from engine.utils.extensions import checked
+from engine.utils.extensions import refuse_uncalled
 from engine.utils.log import StartLog, warn_once
 from engine.utils.overrides import overridden_methods
 from engine.utils.seed import seed_everything
@@ -64,7 +64,7 @@ def new_run(
         sync_batchnorm=settings.sync_batchnorm,
     )
     settings, origins = combinations.configured_by_strategy(settings, resolved.origins, engine.strategy)
-    checked(module, *settings.callbacks)
+    refuse_uncalled(module, *settings.callbacks)
     callbacks = tuple(
         c
         for c in (with_callbacks_of_module(module, settings.callbacks) if callbacks is None else callbacks)
