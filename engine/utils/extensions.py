@@ -59,16 +59,16 @@ def adapt(value: Any) -> Any:
     return value
 
 
-def run_attribute(run: object, name: str) -> Any:
-    """An attribute that an annex provides for a run.
+def run_attribute(owner: object, name: str) -> Any:
+    """An attribute that an annex provides for a run, the ``owner``.
 
     Raises:
         AttributeError: no annex provides this attribute.
     """
     path = _answers().run_attributes.get(name)
     if path is None:
-        raise AttributeError(f"run.{name}: nothing in this installation provides it", name=name, obj=run)
-    return resolve_name(path)(run)
+        raise AttributeError(f"run.{name}: nothing in this installation provides it", name=name, obj=owner)
+    return resolve_name(path)(owner)
 
 
 @cache
@@ -114,11 +114,11 @@ def explain_call(error: TypeError) -> None:
 
 def call_error(method: Callable[..., object], unknown: Iterable[str]) -> TypeError:
     """The error of a call without the first argument of ``method``, or with arguments that it does not have (``unknown``): Python's, with advice."""
-    _, first, *others = inspect.signature(method).parameters
+    parameters = list(inspect.signature(method).parameters)[1:]
     for name in unknown:
-        end = hint(method.__qualname__, name, [first, *others])
+        end = hint(method.__qualname__, name, parameters)
         return TypeError(f"{method.__qualname__}() got an unexpected keyword argument {name!r}{end}")
-    return TypeError(f"{method.__qualname__}() missing 1 required positional argument: {first!r}")
+    return TypeError(f"{method.__qualname__}() missing 1 required positional argument: {parameters[0]!r}")
 
 
 def refuse_uncalled(*owners: object) -> None:
