@@ -42,11 +42,11 @@ from engine.transforms import batch_norm
 from engine.transforms.compile import Transforms, is_whole
 from engine.transforms.float8 import FP8, Layers
 from engine.utils import accelerator
-from engine.utils.extensions import completed
+from engine.utils.extensions import with_advice
 from engine.utils.parameters import parameters_of
 
 
-@completed
+@with_advice
 class Engine:
     """Makes a plain PyTorch loop distributed, in mixed precision, with exact gradient accumulation::
 

@@ -25,7 +25,7 @@ from engine.distributed.group import Group
 from engine.distributed.join import join_alone
 from engine.distributed.stop_agreement import STOP, Agreement, Stopwatch
 from engine.fit import Fit
-from engine.launch.script_ranks import joined
+from engine.launch.script_ranks import joined_group
 from engine.loop.run import Run
 from engine.module import TrainModule
 from engine.utils import accelerator
@@ -143,7 +143,7 @@ def resume(kind: str, ranks: Ranks) -> None:
 
 def collectives_of_ranks(kind: str, ranks: Ranks) -> None:
     """Check that collectives of several ranks return the defined results."""
-    with joined(Settings(accelerator=kind, devices=ranks.count, strategy="ddp")) as group:
+    with joined_group(Settings(accelerator=kind, devices=ranks.count, strategy="ddp")) as group:
         check_collectives(group)
 
 

@@ -26,7 +26,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine import strategies
 from engine.config.settings import Settings
 from engine.distributed import failures, stores
 from engine.distributed.addresses import LOOPBACK
@@ -73,7 +72,7 @@ _DEFAULTS = {"PYTHONBREAKPOINT": f"{__name__}.pass_breakpoint"}
 
 
 @contextlib.contextmanager
-def joined(settings: Settings, environment: Environment | None = None) -> Iterator[Group]:
+def joined_group(settings: Settings, environment: Environment | None = None) -> Iterator[Group]:
     """Join the processes of this job for the block. An error that only says that another rank is gone is replaced by that rank's error.
 
     ``environment``: this process's environment, if the caller has read it already.
@@ -83,7 +82,6 @@ def joined(settings: Settings, environment: Environment | None = None) -> Iterat
     environment = environment or detect(os.environ)
     started: ScriptRanks | None = None
     if environment.world_size == 1 and environment.name == "single":
-        strategies.get(settings.strategy, 1)  # raises for an unknown name before processes are started
         started = _start_for(kind, settings)
         environment = started.environment if started else environment
     else:

@@ -13,7 +13,7 @@ from engine.step.window import Share
 
 
 class Optimization(ABC):
-    """Processes the micro-batches and accumulation windows of a training; :func:`engine.loop.setup.optimization` chooses the class."""
+    """Processes the micro-batches and accumulation windows of a training; :func:`engine.loop.setup.choose_optimization` chooses the class."""
 
     accumulates = True
     """Whether the run decides where a window ends, rather than the module."""

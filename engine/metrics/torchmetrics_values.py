@@ -191,7 +191,7 @@ def check(name: str, metric: Any, group: Group, on_step: bool) -> None:
             )
 
 
-def joined(module: nn.Module, group: Group, data_group: Group) -> None:
+def connect_metrics(module: nn.Module, group: Group, data_group: Group) -> None:
     """Before a run, let the metrics of ``module`` compute over the ranks that see different data.
 
     Raises:

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
-from engine.loop import setup
 from engine.loop.run import Run
+from engine.loop.setup import set_up_training
 from engine.module import TrainModule, overrides
 from engine.planning import torch_private
 from engine.planning.fake_tensors import make_fake
@@ -109,7 +109,7 @@ def trace_rank(job: SimulatedJob, rank: int, facts: JobFacts, pipeline: Pipeline
                 strategy_facts(pipelined).representatives(),
             )
         module = job.module if isinstance(job.module, TrainModule) else run.module
-        missing = (*_compiled(job.fit.settings, module), *_validation(run, job.datamodule, samples))
+        missing = (*_compiled(job.resolved.settings, module), *_validation(run, job.datamodule, samples))
         return replace(trace, missing=(*trace.missing, *missing))
 
 
@@ -141,13 +141,13 @@ def _traced_training(
     with simulated.simulation, observer, torch_private.eager():
         make_fake(run.module)
         observer.name(run.module)
-        setup.training(run)
+        set_up_training(run)
         # A plan takes a few steps more than a short training has, and a schedule may end with it.
         run.set_optimizers(run.optimizers, run.schedulers, automatic=False)
         observer.name(run.module)
         if isinstance(engine.strategy, MeshParallel) and engine.strategy.pipeline is not None:
             engine.strategy.pipeline.weighted = pipeline.weighted
-        facts.from_run(run, batch, compiled=bool(job.fit.settings.compile))
+        facts.from_run(run, batch, compiled=bool(job.resolved.settings.compile))
         engine.window.gradient_sync = _IdenticalRanks(engine.strategy)
         end = trace_epoch(simulated, batch, weights, observer)
     memory = observer.memory
