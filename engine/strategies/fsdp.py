@@ -210,7 +210,7 @@ class FSDP(Strategy):
         previous = dict(module.named_parameters(remove_duplicate=False))
         half, fp8 = self.precision.autocast, self.precision.fp8
         if fp8 is not None and fp8.gathers:
-            float8.gather_low(module, ignored)
+            float8.cast_before_gather(module, ignored)
         reduce = self.reduce_dtype or (torch.float32 if half is not None else None)
         if self._is_complex(module, ignored):
             half = reduce = None
