@@ -328,7 +328,7 @@ class FSDP(Strategy):
             )
 
     def sum(self, value: Tensor | float) -> Tensor | float:
-        return sum_over_ranks(self.group, value, self.speaks)
+        return sum_over_ranks(self.group, value, self.is_counted)
 
     def local(self, grads: list[Tensor]) -> list[Tensor]:
         return grads if self.group.world_size == 1 else dtensors.local(grads)
