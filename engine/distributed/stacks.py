@@ -110,9 +110,9 @@ def late_workers(thread: int) -> list[LateWorker]:
     module = ""
     for frame in _frames().get(thread, ()):
         module = str(frame.f_globals.get("__name__"))
-        if module == "torch.utils.data.dataloader" and not workers:
+        if module == "torch.utils.data.dataloader":
             with garbage.postponed():  # reading the locals of a running frame has the same danger
-                workers = getattr(frame.f_locals.get("self"), "_workers", ())
+                workers = workers or getattr(frame.f_locals.get("self"), "_workers", ())
         elif workers and not module.startswith("engine.data."):
             break  # this module reads the loader
     if not workers:
