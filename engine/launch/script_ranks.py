@@ -173,7 +173,7 @@ def _launcher(environment: Environment) -> str:
 
 
 class Phase(Enum):
-    """What rank 0 is doing. While it needs the other ranks, any end of one of them is a failure."""
+    """A phase of rank 0's script. While rank 0 needs the other ranks, any end of one of them is a failure."""
 
     STARTING = "has not trained yet"
     TRAINING = "joins the other ranks and trains"

@@ -191,11 +191,11 @@ class Replica(DistributedDataParallel):
     def _wrap_again(self, options: dict[str, Any]) -> None:
         """Initialise this wrapper again, with ``options`` in place of the original ones."""
         self.check_finished()  # a pending error of the previous pass must not be lost with its reducer
-        kept = {name: vars(self)[name] for name in _KEPT_ATTRIBUTES}
+        attributes = {name: vars(self)[name] for name in _KEPT_ATTRIBUTES}
         with _one_trained(self.module) as unfrozen:
             # The new reducer replaces the old one, which then removes its hooks from the parameters.
             super().__init__(self.module, **{**self._options, **options}, init_sync=False)
-        vars(self).update(kept)
+        vars(self).update(attributes)
         self._reduced = unfrozen or self._seen.trained
         if self._hook is not None:
             state, function = self._hook

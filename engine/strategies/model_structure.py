@@ -42,7 +42,7 @@ class TrainedParameters:
         self._parameters = list(distinct)
         self.trained = [p for p in distinct if p.requires_grad]
         self._expected = [*chain.from_iterable(self._views), *map(_requires_grad, distinct)]
-        """What :meth:`unchanged` must find: the members of all modules, ``_END``, and ``requires_grad`` of each parameter."""
+        """The iteration that :meth:`unchanged` expects: the members of all modules, ``_END``, and ``requires_grad`` of each parameter."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TrainedParameters, (nn.Module(),)  # a copy of the model is another model, and is never compared
