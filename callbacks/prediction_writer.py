@@ -198,7 +198,7 @@ class PredictionWriter(Callback):
         self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         prediction = _with_full_tensors(outputs, type(module).__name__)  # a collective for sharded outputs
-        if not run.engine.strategy.speaks:
+        if not run.engine.strategy.is_counted:
             return  # another rank has the same outputs
         if dataloader_idx != self._loader:
             self._write(run)

@@ -690,7 +690,7 @@ class Engine:
 
         ``on_step`` and ``on_epoch``: the defaults for names logged without these options; ``suffix``: appended to all names.
         """
-        return Recorder(self.group, self.data_group, self.strategy.speaks, on_step, on_epoch, suffix)
+        return Recorder(self.group, self.data_group, self.strategy.is_counted, on_step, on_epoch, suffix)
 
     def before_step(self, function: Callable[[], None]) -> None:
         """Call ``function`` once, before the next optimizer step; functions that were passed before are called too."""

@@ -104,7 +104,7 @@ class EngineSnapshot:
     def place(self) -> list[int]:
         """The number of ranks that see different data, this rank's index among them, and 1 if it saves for the ranks with the same data, else 0."""
         group = self._prepared.strategy.data_group
-        return [group.world_size, group.rank, int(self._prepared.strategy.speaks)]
+        return [group.world_size, group.rank, int(self._prepared.strategy.is_counted)]
 
     def positions(self) -> list[dict[str, Any]]:
         """The loaders' positions in their data."""

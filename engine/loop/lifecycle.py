@@ -18,8 +18,8 @@ from engine.checkpoint.run_folder import RunFolder, Trained
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
 from engine.distributed import failures
-from engine.distributed.own_process import own_process
 from engine.distributed.watchdog import Watchdog, explain_mismatch
+from engine.launch import script_ranks
 from engine.loop.method_arguments import accepting
 from engine.loop.run import Run
 from engine.loop.stopping import Preempted
@@ -120,10 +120,10 @@ def _cause(run: Run, error: BaseException) -> BaseException:
     """Return the error to report to callbacks and the caller: ``error``, or the one that caused it, such as another rank's failure."""
     if run.interrupted and not isinstance(error, KeyboardInterrupt):
         error = KeyboardInterrupt()  # data workers get Ctrl-C too, and their exit is noticed first
-    started = own_process.started
-    if started is not None:
+    ranks = script_ranks.current()
+    if ranks is not None:
         try:
-            started.check(error)
+            ranks.fail(error)
         except RankError as rank_error:
             return rank_error
     return error

@@ -28,7 +28,7 @@ class Recorder:
         self,
         group: Group,
         data_group: Group | None = None,
-        speaks: bool = True,
+        is_counted: bool = True,
         on_step: bool = False,
         on_epoch: bool = True,
         suffix: str = "",
@@ -46,7 +46,7 @@ class Recorder:
         """Names logged without the loader's index, and the recorder that logged each; shared by the recorders of all loaders of an evaluation."""
         self._logged: dict[int, Logged] = {}
         self._watches: dict[int, Watch] = {}
-        self._exchange = RankExchange(group, speaks)
+        self._exchange = RankExchange(group, is_counted)
         self.window = 0
         """The index of the accumulation window that values of a step belong to."""
         self.size: int = 1

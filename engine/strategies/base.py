@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ from engine.strategies.tensor_class_states import flat, unflat
 from engine.transforms.blocks import user_module
 from engine.transforms.compile import Transforms
 from engine.utils import accelerator
+
+_RENAMED = "{}.speaks is called is_counted now: whether losses and logged values of this rank count. Rename it"
 
 
 @dataclass(kw_only=True)
@@ -64,7 +67,7 @@ class Strategy(GradientSync):
     """Whether forward and backward passes run together, by :class:`engine.strategies.pipelined_passes.PipelinedPasses`."""
     role: str = field(default="", init=False, repr=False)
     """The part of the model that only some ranks have, such as ``"pipeline stage 1 of 4"``; empty if all ranks have the same."""
-    speaks: bool = field(default=True, init=False, repr=False)
+    is_counted: bool = field(default=True, init=False, repr=False)
     """Whether losses and logged values of this rank count; true on exactly one of the ranks that see the same data."""
     random_stream: int = field(default=0, init=False, repr=False)
     """The number of this rank's stream of random numbers: ranks with equal numbers draw equal ones (for dropout, for example)."""
@@ -81,6 +84,8 @@ class Strategy(GradientSync):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if "speaks" in vars(cls) or "speaks" in inspect.get_annotations(cls):
+            raise TypeError(_RENAMED.format(cls.__name__))
         for method, verb, caller in (
             ("step", "stepper", "engine.strategies.owned_step.OwnedStepper"),
             ("run_pipeline", "passes", "engine.strategies.pipelined_passes.PipelinedPasses"),
@@ -89,6 +94,15 @@ class Strategy(GradientSync):
                 raise TypeError(
                     f"{cls.__name__}.{method} would never be called: override {verb}() to return a {caller}"
                 )
+
+    @property
+    def speaks(self) -> Never:
+        """The old name of :attr:`is_counted`, which is refused: a strategy that set it would count the same data several times."""
+        raise AttributeError(_RENAMED.format(type(self).__name__))
+
+    @speaks.setter
+    def speaks(self, value: object) -> None:
+        raise AttributeError(_RENAMED.format(type(self).__name__))
 
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
         """Check the run's settings; ``Fit`` calls this before processes start.
@@ -327,8 +341,8 @@ def broadcast_from_rank_0(group: Group, tensors: Iterable[Tensor]) -> None:
             dist.broadcast(tensor, group=group.cpu if tensor.device.type == "cpu" else group.wide, group_src=0)
 
 
-def sum_over_ranks(group: Group, value: Tensor | float, speaks: bool = True) -> Tensor | float:
-    """The sum of a number over all ranks that count (``speaks``), in fp64, or fp32 on devices without.
+def sum_over_ranks(group: Group, value: Tensor | float, is_counted: bool = True) -> Tensor | float:
+    """The sum of a number over all ranks that count (``is_counted``), in fp64, or fp32 on devices without.
 
     With several ranks the result is a tensor on the device whatever ``value`` is: a rank that sent a Python number through another backend
     than a rank with a tensor would hang with it.
@@ -336,7 +350,7 @@ def sum_over_ranks(group: Group, value: Tensor | float, speaks: bool = True) -> 
     if group.world_size == 1:
         return value
     tensor = torch.as_tensor(value, dtype=accelerator.wide(group.device)).detach().to(group.device, non_blocking=True)
-    summed: Tensor = all_reduce(group, tensor if speaks else torch.zeros_like(tensor), "sum")
+    summed: Tensor = all_reduce(group, tensor if is_counted else torch.zeros_like(tensor), "sum")
     return summed
 
 

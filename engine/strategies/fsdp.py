@@ -210,7 +210,7 @@ class FSDP(Strategy):
         previous = dict(module.named_parameters(remove_duplicate=False))
         half, fp8 = self.precision.autocast, self.precision.fp8
         if fp8 is not None and fp8.gathers:
-            float8.gather_low(module, ignored)
+            float8.cast_before_gather(module, ignored)
         reduce = self.reduce_dtype or (torch.float32 if half is not None else None)
         if self._is_complex(module, ignored):
             half = reduce = None
@@ -328,7 +328,7 @@ class FSDP(Strategy):
             )
 
     def sum(self, value: Tensor | float) -> Tensor | float:
-        return sum_over_ranks(self.group, value, self.speaks)
+        return sum_over_ranks(self.group, value, self.is_counted)
 
     def local(self, grads: list[Tensor]) -> list[Tensor]:
         return grads if self.group.world_size == 1 else dtensors.local(grads)
