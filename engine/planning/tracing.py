@@ -26,7 +26,7 @@ from engine.planning.step_observer import StepObserver
 from engine.planning.strategy_facts import strategy_facts
 from engine.planning.traced_epoch import trace_epoch
 from engine.step.gradient_sync import GradientSync
-from engine.step.window import shares
+from engine.step.position import shares
 from engine.strategies.base import Strategy
 from engine.strategies.mesh_parallel import MeshParallel
 

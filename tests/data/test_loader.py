@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from engine import CombinedLoader, Engine, Fit, TrainModule
 from engine.data.loader import BatchTransfer, PreparedLoader, feed_for, in_dataset_order
-from engine.step.window import NOT_FROM_LOADER
+from engine.step.position import NOT_FROM_LOADER
 
 
 def prepared(data: Any = None, seed: int = 3, **settings: Any) -> tuple[Engine, PreparedLoader]:
