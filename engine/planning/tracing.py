@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.config.settings import Settings
@@ -114,14 +114,17 @@ def trace_rank(job: SimulatedJob, rank: int, facts: JobFacts, pipeline: Pipeline
 
 
 class _IdenticalRanks(GradientSync):
-    """Takes the place of the ranks' exchange about gradients in a plan: every other rank is taken to be like this one, so nothing is sent.
+    """Takes the place of the ranks' agreements about losses in a plan: every other rank is taken to be like this one, so nothing is agreed on.
 
     Args:
-        strategy: the plan's strategy, which knows when a backward pass has reached parameters.
+        strategy: the plan's strategy, which sums up counts, and knows when a backward pass has reached parameters.
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+        self._strategy, self.group, self.data_group = strategy, strategy.group, strategy.data_group
+
+    def sum(self, value: Tensor | float) -> Tensor | float:
+        return self._strategy.sum(value)
 
     def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
         return self._strategy.traces(optimizers, models)
@@ -148,7 +151,7 @@ def _traced_training(
         if isinstance(engine.strategy, MeshParallel) and engine.strategy.pipeline is not None:
             engine.strategy.pipeline.weighted = pipeline.weighted
         facts.from_run(run, batch, compiled=bool(job.fit.settings.compile))
-        engine.window.gradient_sync = _IdenticalRanks(engine.strategy)
+        engine.window.weights.gradient_sync = _IdenticalRanks(engine.strategy)
         end = trace_epoch(simulated, batch, weights, observer)
     memory = observer.memory
     on_host = memory.move_to_host(strategy_facts(engine.strategy).on_host) if job.kind.is_accelerator else {}

@@ -34,7 +34,6 @@ class Weights:
     """
 
     __slots__ = (
-        "_gradient_sync",
         "_models",
         "_position",
         "_reference_agreed",
@@ -42,6 +41,7 @@ class Weights:
         "_unit",
         "_unit_count",
         "fed",
+        "gradient_sync",
         "items",
         "lockstep",
         "reach",
@@ -53,7 +53,7 @@ class Weights:
     )  # fmt: skip
 
     def __init__(self, position: Position, gradient_sync: GradientSync, models: Sequence[nn.Module]) -> None:
-        self._position, self._gradient_sync, self._models = position, gradient_sync, models
+        self._position, self.gradient_sync, self._models = position, gradient_sync, models
         self.state = GradientState()
         """The state of the gradients that the next loss counts for: of all optimizers, or :attr:`Reach.latest`."""
         self.states = [self.state]
@@ -184,11 +184,11 @@ class Weights:
         if self.reach is not None:
             self.watched = self.reach.watched(weighted)
         else:  # gradients that were altered before their step
-            self.watched = Traces(self.states, self._gradient_sync, self._models)
+            self.watched = Traces(self.states, self.gradient_sync, self._models)
 
     def _has_no_gradients(self) -> bool:
         """Whether something other than the optimizers' ``zero_grad`` set all gradients to ``None``."""
-        return Traces(self.states, self._gradient_sync, self._models).has_no_gradients()
+        return Traces(self.states, self.gradient_sync, self._models).has_no_gradients()
 
     def attribute(self) -> None:
         """Record that the gradients of each optimizer that the finished backward pass has reached contain its loss; their divisor depends on it.
@@ -213,7 +213,7 @@ class Weights:
         """Close the window of some gradients. Return the divisor that they still need, or ``None``: the same value until the next backward pass."""
         if state.closed:
             return state.total
-        sync = self._gradient_sync
+        sync = self.gradient_sync
         if sync.group.world_size > 1 and not state.kind:
             self._agree_on_kind(state)
         weighted = state.count is not None or (state.kind == WEIGHTED and not state.scalars)
@@ -250,7 +250,7 @@ class Weights:
             TypeError: the ranks' losses are of different kinds (on all ranks).
         """
         flags = (state.scalars, state.count is not None, self.scalars)
-        scalars, weighted, any_scalar = self._gradient_sync.largest([float(flag) for flag in flags])
+        scalars, weighted, any_scalar = self.gradient_sync.largest([float(flag) for flag in flags])
         self.scalars = bool(any_scalar)
         if scalars and weighted:
             raise TypeError("a scalar loss on one rank and Loss(sum, count) on another in one window: return one kind")
@@ -261,7 +261,7 @@ class Weights:
 
         ``count``: the loss's count, ``_SCALAR_LOSS`` or ``_NO_LOSS``.
         """
-        largest_count = self._gradient_sync.largest([count])[0]
+        largest_count = self.gradient_sync.largest([count])[0]
         self._reference_agreed = largest_count > _NO_LOSS
         if largest_count >= 0.0:
             self.reference = 2.0 ** math.ceil(math.log2(max(largest_count, 1.0) * self._position.size))
