@@ -126,6 +126,15 @@ def test_the_window_knows_what_the_batch_weighs() -> None:
     assert engine.window.share is NOT_FROM_LOADER
 
 
+def test_micro_batches_have_their_shares_and_leave_the_window_alone() -> None:
+    engine, loader = prepared(accumulate_grad_batches=2)
+    told = []
+    for _, share in loader.micro_batches():
+        assert engine.window.share is NOT_FROM_LOADER
+        told.append((share.size, share.divisor, share.last))
+    assert told == [(4, 2.0, False), (4, 2.0, True), (2, 1.0, True)]
+
+
 def test_leaving_early_gives_the_share_back() -> None:
     engine, loader = prepared()
     for _ in loader:
