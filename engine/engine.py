@@ -203,7 +203,7 @@ class Engine:
             AutocastForward(self.precision, self.device).attach(model, is_whole(self._compile))
         prepared = self.strategy.setup(model)
         self.prepared.models.append(prepared)
-        self.window.weights.lockstep = self.group.world_size > 1
+        self.window.weights.agreement.lockstep = self.group.world_size > 1
         for optimizer in self.prepared.optimizers:
             self.strategy.repoint(optimizer)
         return prepared

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
@@ -114,10 +113,10 @@ def trace_rank(job: SimulatedJob, rank: int, facts: JobFacts, pipeline: Pipeline
 
 
 class _IdenticalRanks(GradientSync):
-    """Takes the place of the ranks' agreements about losses in a plan: every other rank is taken to be like this one, so nothing is agreed on.
+    """Takes the place of the strategy where a plan's ranks agree about their losses: every other rank is taken to be like this one.
 
     Args:
-        strategy: the plan's strategy, which sums up counts, and knows when a backward pass has reached parameters.
+        strategy: the plan's strategy, which sums up counts.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -125,9 +124,6 @@ class _IdenticalRanks(GradientSync):
 
     def sum(self, value: Tensor | float) -> Tensor | float:
         return self._strategy.sum(value)
-
-    def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
-        return self._strategy.traces(optimizers, models)
 
 
 def _traced_training(
@@ -151,7 +147,7 @@ def _traced_training(
         if isinstance(engine.strategy, MeshParallel) and engine.strategy.pipeline is not None:
             engine.strategy.pipeline.weighted = pipeline.weighted
         facts.from_run(run, batch, compiled=bool(job.fit.settings.compile))
-        engine.window.weights.gradient_sync = _IdenticalRanks(engine.strategy)
+        engine.window.weights.agreement.gradient_sync = _IdenticalRanks(engine.strategy)
         end = trace_epoch(simulated, batch, weights, observer)
     memory = observer.memory
     on_host = memory.move_to_host(strategy_facts(engine.strategy).on_host) if job.kind.is_accelerator else {}

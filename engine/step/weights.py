@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +11,10 @@ from torch import Tensor, nn
 from engine.step.gradient_state import SCALAR, WEIGHTED, GradientState
 from engine.step.gradient_sync import GradientSync
 from engine.step.gradients import Loss, nonzero, scalar
+from engine.step.loss_agreement import NO_LOSS, SCALAR_LOSS, LossAgreement
 from engine.step.position import Position, Share
 from engine.step.reach import Reach, Traces
-from engine.utils import accelerator
 from engine.utils.tree import full_tensor
-
-_SCALAR_LOSS, _NO_LOSS = -1.0, -2.0
-"""Instead of a count, where the ranks agree on the largest count of a ``Loss``."""
 
 
 class Weights:
@@ -34,26 +30,25 @@ class Weights:
     """
 
     __slots__ = (
+        "_gradient_sync",
         "_models",
         "_position",
-        "_reference_agreed",
         "_seeds",
         "_unit",
         "_unit_count",
+        "agreement",
         "fed",
-        "gradient_sync",
         "items",
-        "lockstep",
         "reach",
-        "reference",
-        "scalars",
         "state",
         "states",
         "watched",
     )  # fmt: skip
 
     def __init__(self, position: Position, gradient_sync: GradientSync, models: Sequence[nn.Module]) -> None:
-        self._position, self.gradient_sync, self._models = position, gradient_sync, models
+        self._position, self._gradient_sync, self._models = position, gradient_sync, models
+        self.agreement = LossAgreement(gradient_sync)
+        """What the ranks have agreed on about their losses."""
         self.state = GradientState()
         """The state of the gradients that the next loss counts for: of all optimizers, or :attr:`Reach.latest`."""
         self.states = [self.state]
@@ -64,15 +59,8 @@ class Weights:
         """The traces of gradients before the current backward pass, if :meth:`attribute` is to be called after it."""
         self.fed = False
         """Whether this rank had a loss in this window."""
-        self.scalars = False
-        """Whether any loss was a scalar: on this rank, or on any rank when the ranks last agreed on it."""
         self.items: Tensor | float | None = None
         """Total ``count`` of the latest finished window over all ranks, until it is taken; with several states that of the first."""
-        self.lockstep = False
-        """Whether all ranks run their backward passes together, as they do for prepared models."""
-        self.reference: float | None = None
-        """fp16: a power of two by which the sum of a ``Loss`` is divided before backward, so that its gradients fit the format."""
-        self._reference_agreed = False
         # The divisor of a window whose only loss was divided by it before backward, and the count of that loss.
         self._unit: Tensor | float | None = None
         self._unit_count: Tensor | float | None = None
@@ -82,7 +70,7 @@ class Weights:
 
     def weigh(self, loss: Tensor | Loss, world_size: int, fp16: bool) -> tuple[Tensor, float]:
         """The scalar that backward starts from, and its divisor, which is exact for the current micro-batch; infinity: it counts as zero."""
-        state, position = self.state, self._position
+        state, position, agreement = self.state, self._position, self.agreement
         share = position.share
         if state.closed:
             self._open()
@@ -96,15 +84,15 @@ class Weights:
             raise TypeError(
                 "this micro-batch has a scalar loss, an earlier one of the same window has Loss(sum, count): return one kind"
             )
-        state.scalars = self.scalars = self.fed = True
-        if fp16 and not self._reference_agreed and self.lockstep:
-            self._agree_on_reference(_SCALAR_LOSS)
+        state.scalars = agreement.scalars = self.fed = True
+        if fp16 and not agreement.reference_agreed and agreement.lockstep:
+            agreement.agree_on_reference(SCALAR_LOSS, position.size)
         if share.size == 0:
             return root, math.inf
         return root, share.divisor if position.accumulating else share.alone
 
     def _weigh_sum(self, loss: Loss, share: Share, world_size: int, fp16: bool) -> tuple[Tensor, float]:
-        state, accumulating = self.state, self._position.accumulating
+        state, agreement, accumulating = self.state, self.agreement, self._position.accumulating
         if state.scalars:
             raise TypeError(
                 "this micro-batch has Loss(sum, count), an earlier one of the same window has a scalar loss: return one kind"
@@ -125,9 +113,9 @@ class Weights:
         state.add(count)
         if self._unit is not None:
             return root / self._unit, 1.0
-        if fp16 and self.reference is None:
-            self._agree_on_reference(float(count))
-        return root, (self.reference or 1.0) if share.size else math.inf
+        if fp16 and agreement.reference is None:
+            agreement.agree_on_reference(float(count), self._position.size)
+        return root, (agreement.reference or 1.0) if share.size else math.inf
 
     def seed(self, divisor: float, like: Tensor) -> Tensor:
         """The gradient with which backward starts from ``like``: 1 / ``divisor``. Shape ``()``, fp32 or fp64; made once for each value.
@@ -146,12 +134,12 @@ class Weights:
 
     def drop(self, world_size: int, fp16: bool) -> None:
         """Record that the current micro-batch has no loss: its samples do not count (one process), or count with a zero gradient (several)."""
-        position = self._position
+        position, agreement = self._position, self.agreement
         if self.state.closed:
             self._open()
         position.complete = position.share.last
-        if fp16 and not self._reference_agreed and self.lockstep:
-            self._agree_on_reference(_NO_LOSS)
+        if fp16 and not agreement.reference_agreed and agreement.lockstep:
+            agreement.agree_on_reference(NO_LOSS, position.size)
         if world_size == 1 and position.share.size and position.accumulating:
             for state in self.states:
                 state.dropped += 1.0 / position.share.divisor
@@ -165,7 +153,7 @@ class Weights:
             if weighted:
                 state.add(0.0)
             else:
-                state.scalars = self.scalars = True
+                state.scalars = self.agreement.scalars = True
 
     def _open(self) -> None:
         """Begin the next window."""
@@ -184,11 +172,11 @@ class Weights:
         if self.reach is not None:
             self.watched = self.reach.watched(weighted)
         else:  # gradients that were altered before their step
-            self.watched = Traces(self.states, self.gradient_sync, self._models)
+            self.watched = Traces(self.states, self._gradient_sync, self._models)
 
     def _has_no_gradients(self) -> bool:
         """Whether something other than the optimizers' ``zero_grad`` set all gradients to ``None``."""
-        return Traces(self.states, self.gradient_sync, self._models).has_no_gradients()
+        return Traces(self.states, self._gradient_sync, self._models).has_no_gradients()
 
     def attribute(self) -> None:
         """Record that the gradients of each optimizer that the finished backward pass has reached contain its loss; their divisor depends on it.
@@ -213,23 +201,19 @@ class Weights:
         """Close the window of some gradients. Return the divisor that they still need, or ``None``: the same value until the next backward pass."""
         if state.closed:
             return state.total
-        sync = self.gradient_sync
+        sync, agreement, items = self._gradient_sync, self.agreement, state.count
         if sync.group.world_size > 1 and not state.kind:
-            self._agree_on_kind(state)
+            agreement.agree_on_kind(state)
         weighted = state.count is not None or (state.kind == WEIGHTED and not state.scalars)
         if sync.group.world_size == 1 or not weighted or self._unit is not None:
-            if state is self.states[0]:
-                self.items = state.count
             state.total = self._divisor_of_one(state)
             state.kind = SCALAR if state.kind and not weighted else state.kind
         else:
             state.kind = WEIGHTED
-            summed: Any = sync.sum(packed(state.count, self.fed, sync.group.device))
-            if not self.fed:  # this rank alone waits for the device
-                self.fed = bool(summed[1])
-            if state is self.states[0]:
-                self.items = summed[0]
-            state.total = nonzero(summed[0] / (sync.data_group.world_size * (self.reference or 1.0)))
+            items, self.fed = agreement.total(state.count, self.fed)
+            state.total = nonzero(items / (sync.data_group.world_size * (agreement.reference or 1.0)))
+        if state is self.states[0]:
+            self.items = items
         state.closed = True
         return state.total
 
@@ -238,47 +222,5 @@ class Weights:
         if state.count is not None:
             if self._unit is not None:
                 return None if state.count is self._unit_count else nonzero(state.count) / self._unit
-            return nonzero(state.count / (self.reference or 1.0))
+            return nonzero(state.count / (self.agreement.reference or 1.0))
         return 1.0 - state.dropped if state.scalars and 0.0 < state.dropped < 1.0 else None
-
-    # -- agreements of the ranks ------------------------------------------------------------------------------------------------
-
-    def _agree_on_kind(self, state: GradientState) -> None:
-        """Agree on the kind of losses, in the first window in which some rank had one, so that ranks without join the collectives at its end.
-
-        Raises:
-            TypeError: the ranks' losses are of different kinds (on all ranks).
-        """
-        flags = (state.scalars, state.count is not None, self.scalars)
-        scalars, weighted, any_scalar = self.gradient_sync.largest([float(flag) for flag in flags])
-        self.scalars = bool(any_scalar)
-        if scalars and weighted:
-            raise TypeError("a scalar loss on one rank and Loss(sum, count) on another in one window: return one kind")
-        state.kind = WEIGHTED if weighted else SCALAR if any_scalar else 0
-
-    def _agree_on_reference(self, count: float) -> None:
-        """Agree with the other ranks on :attr:`reference`, once; waits for the device.
-
-        ``count``: the loss's count, ``_SCALAR_LOSS`` or ``_NO_LOSS``.
-        """
-        largest_count = self.gradient_sync.largest([count])[0]
-        self._reference_agreed = largest_count > _NO_LOSS
-        if largest_count >= 0.0:
-            self.reference = 2.0 ** math.ceil(math.log2(max(largest_count, 1.0) * self._position.size))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state on which later windows depend; between two windows it is the same on all ranks."""
-        return {"scalars": self.scalars, "reference": self.reference}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned."""
-        self.scalars, self.reference = state["scalars"], state["reference"]
-        self._reference_agreed = self.reference is not None
-
-
-def packed(count: Tensor | float | None, fed: bool, device: torch.device) -> Tensor:
-    """This rank's count and whether it had a loss (``fed``), always on ``device``, so that all ranks use the same backend. Shape [2], fp64."""
-    if isinstance(count, Tensor):
-        count = count.to(device, accelerator.wide(device), non_blocking=True).reshape(())
-        return torch.stack([count, torch.full_like(count, float(fed))])
-    return torch.tensor([count or 0.0, float(fed)], dtype=accelerator.wide(device)).to(device, non_blocking=True)

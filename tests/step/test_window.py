@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from callbacks import ModelCheckpoint
 from engine import Engine, Loss
-from engine.step.weights import packed
+from engine.step.loss_agreement import packed
 
 
 def engine_of(**settings: Any) -> Engine:
