@@ -18,7 +18,7 @@ SCALAR_LOSS, NO_LOSS = -1.0, -2.0
 
 
 class LossAgreement:
-    """What the ranks have agreed on about their losses, so that a rank without a loss takes part in what the others do.
+    """Agreement of the ranks on the kind and the size of their losses, so that a rank without a loss takes part in what the others do.
 
     Args:
         gradient_sync: how the ranks combine gradients.

@@ -22,14 +22,14 @@ class Traces:
         self, states: Sequence[GradientState], gradient_sync: GradientSync, models: Sequence[nn.Module]
     ) -> None:
         self._states, self._gradient_sync, self._models = list(states), gradient_sync, models
-        self._before = self._take()
+        self._before = self._traces()
 
-    def _take(self) -> list[list[tuple[Any, int]]]:
+    def _traces(self) -> list[list[tuple[Any, int]]]:
         return [self._gradient_sync.traces(state.optimizers, self._models) for state in self._states]
 
     def reached(self) -> list[tuple[GradientState, bool]]:
         """The states whose gradients have changed since, each with whether it had any gradient before."""
-        pairs = zip(self._states, self._before, self._take(), strict=True)
+        pairs = zip(self._states, self._before, self._traces(), strict=True)
         return [
             (state, any(grad is not None for grad, _ in old))
             for state, old, new in pairs
@@ -43,7 +43,7 @@ class Traces:
 
 
 class Reach:
-    """Which optimizers each loss counts for, where several step by themselves: those whose gradients its backward pass has reached.
+    """Finds the optimizers that a loss counts for, where several step by themselves: those whose gradients its backward pass has reached.
 
     Args:
         states: the states of gradients, one for each optimizer.
@@ -58,7 +58,7 @@ class Reach:
     ) -> None:
         self._states, self._gradient_sync, self._models = states, gradient_sync, models
         self.latest = GradientState()
-        """What the latest loss weighs, until it is known whom it reaches; always closed, so that each loss begins with another."""
+        """The weight of the latest loss, until it is known whom that reaches; always closed, so that each loss begins with another."""
         self.latest.closed = True
         self.released = False
         """Whether the current backward pass ends the windows of the optimizers that it reaches."""

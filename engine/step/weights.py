@@ -18,7 +18,7 @@ from engine.utils.tree import full_tensor
 
 
 class Weights:
-    """What the losses of a window weigh.
+    """The weights of a window's losses.
 
     A scalar loss is a mean over its micro-batch's samples: its weight follows from the micro-batch's share and goes into the gradient with which
     backward starts. The weight of a ``Loss(sum, count)`` is its count, which :meth:`close` adds up over the window and the ranks.
@@ -48,13 +48,13 @@ class Weights:
     def __init__(self, position: Position, gradient_sync: GradientSync, models: Sequence[nn.Module]) -> None:
         self._position, self._gradient_sync, self._models = position, gradient_sync, models
         self.agreement = LossAgreement(gradient_sync)
-        """What the ranks have agreed on about their losses."""
+        """The ranks' agreement about their losses."""
         self.state = GradientState()
         """The state of the gradients that the next loss counts for: of all optimizers, or :attr:`Reach.latest`."""
         self.states = [self.state]
         """The states of gradients: one for all optimizers that step together, or one for each that steps by itself."""
         self.reach: Reach | None = None
-        """Which optimizers a loss counts for, where several step by themselves; ``None``: all step together."""
+        """Finds the optimizers that a loss counts for, where several step by themselves; ``None``: all step together."""
         self.watched: Traces | None = None
         """The traces of gradients before the current backward pass, if :meth:`attribute` is to be called after it."""
         self.fed = False

@@ -35,7 +35,7 @@ class Window:
         self.position = Position(size)
         """Where the loop is in the window."""
         self.weights = Weights(self.position, self._gradient_sync, models)
-        """What the window's losses weigh."""
+        """The weights of the window's losses."""
         self._joined = False
 
     # -- optimizers -------------------------------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ import torch
 from support.internals import new_share, new_window
 from torch import Tensor
 
+from engine import Strategy
 from engine.step import gradients
 from engine.step.gradients import Loss
 from engine.step.window import Window
-from engine.strategies import Single
 from engine.utils.parameters import parameters_of
 
 
@@ -166,7 +166,7 @@ def test_a_dropped_micro_batch_before_a_weighted_one() -> None:
     assert w.grad.item() / (1.0 if total is None else float(total)) == 2.0
 
 
-class HasNeighbour(Single):
+class HasNeighbour(Strategy):
     """The other rank has a count of 5."""
 
     asked = 0
