@@ -133,9 +133,9 @@ class Engine:
         """The objects prepared by this engine."""
         self.models: Sequence[nn.Module] = models
         """Every prepared model, as :meth:`prepare` returned it."""
-        window = self.window
+        position = self.window.position
         self._float8_layers = Layers(self.precision.fp8, self.group)
-        self._batch_norms = batch_norm.Layers(sync_batchnorm, self.data_group, lambda: window.share.size != 0)
+        self._batch_norms = batch_norm.Layers(sync_batchnorm, self.data_group, lambda: position.share.size != 0)
         self.snapshot = EngineSnapshot(self.prepared, self.scaler)
         """The state of the prepared objects, for checkpoints."""
         self.checkpoint_writer = CheckpointWriter(self.group)
@@ -156,13 +156,13 @@ class Engine:
     @property
     def accumulate_grad_batches(self) -> int:
         """Micro-batches in a full accumulation window."""
-        return self.window.size
+        return self.window.position.size
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"accumulate_grad_batches={value!r} must be an int of at least 1")
-        self.window.size = value
+        self.window.position.size = value
 
     # -- preparing objects ----------------------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class Engine:
             AutocastForward(self.precision, self.device).attach(model, is_whole(self._compile))
         prepared = self.strategy.setup(model)
         self.prepared.models.append(prepared)
-        self.window.lockstep = self.group.world_size > 1
+        self.window.weights.agreement.lockstep = self.group.world_size > 1
         for optimizer in self.prepared.optimizers:
             self.strategy.repoint(optimizer)
         return prepared
@@ -294,7 +294,8 @@ class Engine:
     @property
     def sync_gradients(self) -> bool:
         """Whether the micro-batch of the current or latest :meth:`accumulate` block ends its accumulation window, so that the optimizer steps."""
-        return self.window.share.last if self.window.accumulating else not self.window.held
+        position = self.window.position
+        return position.share.last if position.accumulating else not position.held
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -311,8 +312,11 @@ class Engine:
 
     def enter_window(self, models: Sequence[nn.Module] = ()) -> None:
         """Begin a micro-batch of ``models`` as :meth:`accumulate` does, but without a block that ends it; for loops that always accumulate."""
-        self.window.enter()
-        self.strategy.sync(models or self.models, self.window.share.last)
+        position, reach = self.window.position, self.window.weights.reach
+        position.enter()
+        if reach is not None and position.share.last:
+            reach.enter_last()
+        self.strategy.sync(models or self.models, position.share.last)
 
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Inside the block, backward passes do not reduce gradients over the ranks."""
@@ -334,17 +338,17 @@ class Engine:
             ValueError: the loss has no graph, or more than one element.
             RuntimeError: gradients were clipped or unscaled already, and not yet used or cleared.
         """
-        window = self.window
-        if window.held and not window.accumulating:
-            window.release()
-        root, divisor = window.weigh(loss, self.data_group.world_size, self.scaler is not None)
+        position, weights = self.window.position, self.window.weights
+        if position.held and not position.accumulating:
+            self.window.release()
+        root, divisor = weights.weigh(loss, self.data_group.world_size, self.scaler is not None)
         if divisor == 1.0 and self.scaler is None:
             root.backward(**kwargs)
         else:
-            seed = window.seed(divisor, root)
+            seed = weights.seed(divisor, root)
             root.backward(seed if self.scaler is None else self.scaler.seed(seed), **kwargs)
-        if window.watching:
-            window.attribute()
+        if weights.watched is not None:
+            weights.attribute()
 
     def backward_by(self, loss: Tensor | Loss, function: Callable[[Tensor], Any]) -> Tensor:
         """Run :meth:`backward` with your own backward pass.
@@ -370,13 +374,12 @@ class Engine:
         """Call this instead of :meth:`backward` for a micro-batch without a loss. On one process its samples do not count; on several ranks they
         count with a zero gradient."""
         self._batch_norms.refuse_none()
-        window = self.window
-        window.drop(self.data_group.world_size, self.scaler is not None)
+        self.window.weights.drop(self.data_group.world_size, self.scaler is not None)
         if self.group.world_size > 1:
             self.strategy.backward_nothing(self.models, self.sync_gradients)
 
     def window_has_loss(self) -> bool:
-        """Whether any rank had a loss in the window that ends here. Only a rank without one (``window.fed`` is false) needs to ask."""
+        """Whether any rank had a loss in the window that ends here. Only a rank without one (``window.weights.fed`` is false) needs to ask."""
         return self._stepper.fed()
 
     def discard_window(self) -> None:
@@ -437,7 +440,11 @@ class Engine:
         Raises:
             FloatingPointError: a gradient is not finite.
         """
-        self._stepper.finish([raw(o) for o in optimizers], max_norm=max_norm, max_value=max_value, inside=inside)
+        raw_optimizers = [raw(o) for o in optimizers]
+        if inside:
+            self._stepper.finish_inside(raw_optimizers, max_norm=max_norm, max_value=max_value)
+        else:
+            self._stepper.finish(raw_optimizers, max_norm=max_norm, max_value=max_value)
 
     def average_gradients(self, optimizer: Any) -> None:
         """Average this optimizer's gradients over the ranks now; for models whose backward passes do not reduce gradients (manual optimization)."""
@@ -646,7 +653,9 @@ class Engine:
         Ranks that hold shards of one model see the same samples, which are returned once. Values without tensors (all values, with
         ``use_gather_object``) are gathered as objects: the processes' lists are concatenated.
         """
-        return collectives.gather_samples(self.data_group, input_data, self.window.share.size != 0, use_gather_object)
+        return collectives.gather_samples(
+            self.data_group, input_data, self.window.position.share.size != 0, use_gather_object
+        )
 
     def reduce(self, tree: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """``tree`` reduced over the processes by ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``, times ``scale``.

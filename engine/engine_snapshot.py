@@ -91,7 +91,7 @@ class EngineSnapshot:
             "seed": self._prepared.seed,
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "window": self._prepared.window.state_dict(),
+            "window": self._prepared.window.weights.agreement.state_dict(),
             "registered": [item.state_dict() for item in self._prepared.registered],
             "loaders": self.positions(),
             "kinds": describe(self.optimizers, self.schedulers),
@@ -161,7 +161,7 @@ class EngineSnapshot:
         if self._scaler is not None and shared["scaler"]:
             loaded.load_into("the loss scaler", self._scaler.load_state_dict, shared["scaler"])
         if shared.get("window") is not None:
-            loaded.load_into("the window", self._prepared.window.load_state_dict, shared["window"])
+            loaded.load_into("the window", self._prepared.window.weights.agreement.load_state_dict, shared["window"])
         loaded.load_into("objects that are registered", self._restore_registered, shared["registered"])
 
     def _restore_registered(self, states: list[Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from engine.loop.logbook import Logbook
 from engine.loop.state import TrainState
 from engine.step.optimizers import OptimizerSet
-from engine.step.window import Share
+from engine.step.position import Share
 
 
 class Optimization(ABC):

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
@@ -26,7 +25,7 @@ from engine.planning.step_observer import StepObserver
 from engine.planning.strategy_facts import strategy_facts
 from engine.planning.traced_epoch import trace_epoch
 from engine.step.gradient_sync import GradientSync
-from engine.step.window import shares
+from engine.step.position import shares
 from engine.strategies.base import Strategy
 from engine.strategies.mesh_parallel import MeshParallel
 
@@ -114,17 +113,17 @@ def trace_rank(job: SimulatedJob, rank: int, facts: JobFacts, pipeline: Pipeline
 
 
 class _IdenticalRanks(GradientSync):
-    """Takes the place of the ranks' exchange about gradients in a plan: every other rank is taken to be like this one, so nothing is sent.
+    """Takes the place of the strategy where a plan's ranks agree about their losses: every other rank is taken to be like this one.
 
     Args:
-        strategy: the plan's strategy, which knows when a backward pass has reached parameters.
+        strategy: the plan's strategy, which sums up counts.
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+        self._strategy, self.group, self.data_group = strategy, strategy.group, strategy.data_group
 
-    def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
-        return self._strategy.traces(optimizers, models)
+    def sum(self, value: Tensor | float) -> Tensor | float:
+        return self._strategy.sum(value)
 
 
 def _traced_training(
@@ -148,7 +147,7 @@ def _traced_training(
         if isinstance(engine.strategy, MeshParallel) and engine.strategy.pipeline is not None:
             engine.strategy.pipeline.weighted = pipeline.weighted
         facts.from_run(run, batch, compiled=bool(job.resolved.settings.compile))
-        engine.window.gradient_sync = _IdenticalRanks(engine.strategy)
+        engine.window.weights.agreement.gradient_sync = _IdenticalRanks(engine.strategy)
         end = trace_epoch(simulated, batch, weights, observer)
     memory = observer.memory
     on_host = memory.move_to_host(strategy_facts(engine.strategy).on_host) if job.kind.is_accelerator else {}

@@ -156,7 +156,7 @@ class DDP(Strategy):
 
     def _watch(self, model: nn.Module, inputs: Any) -> None:
         """A forward pre-hook: in windows with repeated micro-batches, record which parameters samples reach."""
-        share = self.window.share
+        share = self.window.position.share
         if share.repeats and torch.is_grad_enabled():
             self._reached.watch(model.parameters(), repeated=not share.size)
 
