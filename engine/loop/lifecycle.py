@@ -172,9 +172,19 @@ def _set_up(run: Run, building: Callable[[], AbstractContextManager[Any]]) -> No
     if not module.built:
         with building(), run.engine.strategy.building():
             module.configure_model()
+    if stage == "fit":
+        _separate_random_numbers(run)
+
+
+def _separate_random_numbers(run: Run) -> None:
+    """Give this rank the random numbers of its stream: with the same ones dropout would drop the same units on all ranks.
+
+    The host's generators follow ``data_group``, because loaders draw from them: ranks that see the same samples must augment them alike. The
+    device's would have to follow ``loss_group``, so that dropout differs between parts of a sample; one seed serves both as long as the groups
+    are the same.
+    """
     stream = run.engine.strategy.random_stream
-    if stream and stage == "fit":
-        # Ranks see different samples, but with the same random numbers dropout would drop the same units on all ranks.
+    if stream:
         seed_everything(mixed(run.engine.seed, stream) % 2**32)
 
 

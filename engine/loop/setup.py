@@ -57,7 +57,7 @@ def training_loaders(run: Run) -> None:
     """Prepare the loaders of training and validation, and what depends on them."""
     run.loaders.training()
     run.loaders.for_validation()
-    joined(run.module, run.engine.group, run.engine.data_group)
+    joined(run.module, run.engine.group, run.engine.loss_group)
     minimum(run)
 
 
@@ -149,6 +149,6 @@ def evaluation(run: Run, kind: str) -> list[PreparedLoader]:
     loaders = run.loaders.for_evaluation(kind)
     if not loaders:
         return []
-    joined(module, run.engine.group, run.engine.data_group)
+    joined(module, run.engine.group, run.engine.loss_group)
     run.placed.for_evaluation()
     return loaders

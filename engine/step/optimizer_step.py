@@ -60,6 +60,7 @@ class Stepper:
         self.guard: Guard | None = None
         """An additional judge of each step; see :meth:`guard_by`."""
         self._alone = gradient_sync.group.world_size == 1
+        self._loss_ranks = gradient_sync.loss_group.world_size
         self._pending: list[tuple[Tensor, Any, list[Then]]] = []
         """Steps without a verdict yet: flags in host memory, the event after which they can be read, and functions to call then."""
 
@@ -156,7 +157,7 @@ class Stepper:
 
     def fed(self) -> bool:
         """Whether the window that ends now makes a step, because some rank had a loss in it. Only ranks without a loss need to call this."""
-        window, several = self.window, self.gradient_sync.data_group.world_size > 1
+        window, several = self.window, self._loss_ranks > 1
         for group in window.groups:
             self._divisor(group)
         # Whether another rank had a scalar loss is not known; a micro-batch without one counts with a zero gradient.
@@ -249,9 +250,7 @@ class Stepper:
         if group.count is None and not group.dropped and (self._alone or group.kind == SCALAR):
             group.closed = True
             return None
-        return self.window.close(
-            group, self.gradient_sync.sum, self.gradient_sync.group, self.gradient_sync.data_group.world_size
-        )
+        return self.window.close(group, self.gradient_sync.sum, self.gradient_sync.group, self._loss_ranks)
 
     def _divided(self, optimizers: Sequence[Optimizer]) -> Tensor | float | None:
         """The divisor of optimizers in several groups. Each group has its own, so for several optimizers their gradients are divided here."""

@@ -142,7 +142,7 @@ def packed(count: Tensor | float | None, fed: bool, device: torch.device) -> Ten
 
 
 Sum = Callable[[Tensor], Any]
-"""A function that returns the sum of a tensor over the ranks that saw different data."""
+"""A function that returns the sum of a tensor over the ranks whose losses are averaged."""
 
 
 class Window:
@@ -472,7 +472,7 @@ class Window:
 
     # -- the end of a window ----------------------------------------------------------------------------------------------------
 
-    def close(self, group: GradientState, sum_over_ranks: Sum, ranks: Group, data_ranks: int) -> Tensor | float | None:
+    def close(self, group: GradientState, sum_over_ranks: Sum, ranks: Group, loss_ranks: int) -> Tensor | float | None:
         """Close a group's window. Return the divisor that its gradients still need, or ``None``: the same value until the next backward pass."""
         if group.closed:
             return group.total
@@ -491,7 +491,7 @@ class Window:
                 self.fed = bool(summed[1])
             if group is self.groups[0]:
                 self.items = summed[0]
-            group.total = nonzero(summed[0] / (data_ranks * (self.reference or 1.0)))
+            group.total = nonzero(summed[0] / (loss_ranks * (self.reference or 1.0)))
         group.closed = True
         return group.total
 

@@ -26,7 +26,7 @@ ROW = re.compile(r"^\| `(\w+)` \| (.+) \| (.*) \|$")
 VERBS = tuple(
     name
     for name in dir(Strategy)
-    if not name.startswith("_") and name not in {field.name for field in fields(Strategy)} | {"group", "data_group"}
+    if not name.startswith("_") and name not in {field.name for field in fields(Strategy)} | {"loss_group"}
 )
 
 
