@@ -36,7 +36,7 @@ from engine.step.optimizer_step import Optimizers, Then
 from engine.step.precision import Precision
 from engine.step.window import Window
 from engine.step.wrappers import AutocastForward, PreparedOptimizer, PreparedScheduler, raw
-from engine.strategies.base import Strategy
+from engine.strategies.base import Strategy, check_groups
 from engine.strategies.foreign_wrappers import check_plain
 from engine.transforms import batch_norm
 from engine.transforms.compile import Transforms, is_whole
@@ -118,7 +118,9 @@ class Engine:
         self.strategy.connect(self.group)
         self.strategy.transform_by(Transforms(recompute, compile))
         self._compile = compile
-        self.data_group = self.strategy.data_group
+        self.data_group, self.loss_group = self.strategy.data_group, self.strategy.loss_group
+        if self.loss_group is not self.data_group:
+            check_groups(self.strategy)
         models: list[nn.Module] = []
         self.window = Window(gradient_sync=self.strategy, models=models)
         self.accumulate_grad_batches = accumulate_grad_batches
@@ -135,7 +137,7 @@ class Engine:
         """Every prepared model, as :meth:`prepare` returned it."""
         position = self.window.position
         self._float8_layers = Layers(self.precision.fp8, self.group)
-        self._batch_norms = batch_norm.Layers(sync_batchnorm, self.data_group, lambda: position.share.size != 0)
+        self._batch_norms = batch_norm.Layers(sync_batchnorm, self.loss_group, lambda: position.share.size != 0)
         self.snapshot = EngineSnapshot(self.prepared, self.scaler)
         """The state of the prepared objects, for checkpoints."""
         self.checkpoint_writer = CheckpointWriter(self.group)
@@ -234,17 +236,18 @@ class Engine:
         self.prepared.schedulers.append(prepared)
         return prepared
 
-    def prepare_data_loader(self, loader: Any, *, place: bool = True) -> PreparedLoader:
+    def prepare_data_loader(self, loader: Any, *, place: bool = True, group: Group | None = None) -> PreparedLoader:
         """Wrap a loader, so that it gives this process its share of the data, on the device. Any iterable will do, also a list of batches.
 
         Args:
             place: move the batches to the device (and floating point inputs to a ``*-true`` precision's dtype).
+            group: the ranks to which the samples are dealt, by default ``data_group``. ``Fit`` gives an evaluation's loaders ``loss_group``.
         """
         if isinstance(loader, PreparedLoader):
             return loader
         dtype, seed = self.precision.parameters, self.prepared.seed
         prepared = PreparedLoader(
-            loader, group=self.data_group, window=self.window, seed=seed, dtype=dtype, place=place
+            loader, group=group or self.data_group, window=self.window, seed=seed, dtype=dtype, place=place
         )
         self.prepared.loaders.append(prepared)
         return prepared
@@ -341,7 +344,7 @@ class Engine:
         position, weights = self.window.position, self.window.weights
         if position.held and not position.accumulating:
             self.window.release()
-        root, divisor = weights.weigh(loss, self.data_group.world_size, self.scaler is not None)
+        root, divisor = weights.weigh(loss, self.loss_group.world_size, self.scaler is not None)
         if divisor == 1.0 and self.scaler is None:
             root.backward(**kwargs)
         else:
@@ -374,7 +377,7 @@ class Engine:
         """Call this instead of :meth:`backward` for a micro-batch without a loss. On one process its samples do not count; on several ranks they
         count with a zero gradient."""
         self._batch_norms.refuse_none()
-        self.window.weights.drop(self.data_group.world_size, self.scaler is not None)
+        self.window.weights.drop(self.loss_group.world_size, self.scaler is not None)
         if self.group.world_size > 1:
             self.strategy.backward_nothing(self.models, self.sync_gradients)
 
@@ -654,7 +657,7 @@ class Engine:
         ``use_gather_object``) are gathered as objects: the processes' lists are concatenated.
         """
         return collectives.gather_samples(
-            self.data_group, input_data, self.window.position.share.size != 0, use_gather_object
+            self.loss_group, input_data, self.window.position.share.size != 0, use_gather_object
         )
 
     def reduce(self, tree: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -694,12 +697,13 @@ class Engine:
         """Return whether any process has set the flag since the last check, and clear it. All processes call this together."""
         return self._trigger.check()
 
-    def recorder(self, *, on_step: bool, on_epoch: bool, suffix: str = "") -> Recorder:
+    def recorder(self, *, on_step: bool, on_epoch: bool, suffix: str = "", parts: int = 1) -> Recorder:
         """Create a recorder of logged values over this engine's ranks.
 
-        ``on_step`` and ``on_epoch``: the defaults for names logged without these options; ``suffix``: appended to all names.
+        ``on_step`` and ``on_epoch``: the defaults for names logged without these options; ``suffix``: appended to all names; ``parts``: the
+        ranks that log values of the same samples.
         """
-        return Recorder(self.group, self.data_group, self.strategy.is_counted, on_step, on_epoch, suffix)
+        return Recorder(self.group, self.loss_group, self.strategy.is_counted, on_step, on_epoch, suffix, parts)
 
     def before_step(self, function: Callable[[], None]) -> None:
         """Call ``function`` once, before the next optimizer step; functions that were passed before are called too."""

@@ -102,7 +102,7 @@ class EngineSnapshot:
         return {"place": self.place(), "rng": capture(), "streams": self.streams()}
 
     def place(self) -> list[int]:
-        """The number of ranks that see different data, this rank's index among them, and 1 if it saves for the ranks with the same data, else 0."""
+        """The number of ranks that see different data, this rank's index among them, and 1 if its losses count, else 0."""
         group = self._prepared.strategy.data_group
         return [group.world_size, group.rank, int(self._prepared.strategy.is_counted)]
 

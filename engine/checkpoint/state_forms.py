@@ -7,7 +7,7 @@
 
 ``state/rank=...``, each rank's own::
 
-    place                               number of ranks with different data, this rank's index among them, and whether it saves for its data
+    place                               number of ranks with different data, this rank's index among them, and whether its losses count
     rng
     streams                             each loader's state besides its position
 

@@ -177,7 +177,7 @@ class ClosureOptimization(AutomaticOptimization):
             if self._summed.value is None
             else self._summed.value
         )
-        mean = engine.strategy.sum(value) / engine.data_group.world_size
+        mean = engine.strategy.sum(value) / engine.loss_group.world_size
         self.loss = torch.as_tensor(mean if total is None else mean / total)
         if self._may_change_parameters_first:
             self._fingerprint_at_evaluation = self._fingerprint()

@@ -143,7 +143,7 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
                 results.append([])
                 continue
             outputs_of_rank = [map_tensors(lambda t: full_tensor(t).cpu(), out) for out in outputs]
-            by_rank = gather_object(run.engine.data_group, outputs_of_rank)
+            by_rank = gather_object(run.engine.loss_group, outputs_of_rank)
             # Batches are dealt to the ranks in turn; the last ranks may have one fewer.
             by_turn = itertools.zip_longest(*by_rank, fillvalue=_NO_BATCH)
             results.append([out for turn in by_turn for out in turn if out is not _NO_BATCH])

@@ -43,7 +43,7 @@ def compare_ranks(run: Run) -> None:
     Raises:
         CheckError: ranks differ; raised on all ranks, with the differences.
     """
-    group, strategy = run.engine.data_group, run.engine.strategy
+    group, strategy = run.engine.loss_group, run.engine.strategy
     parameters = run.module.named_parameters()
     _check_equal(group, "parameters", {name: _parameter_fingerprint(strategy, p) for name, p in parameters})
     _check_equal(
@@ -68,7 +68,7 @@ def with_first_batch_compared(run: Run, micro_batches: Iterator[MicroBatch]) -> 
         CheckError: the structure differs between the ranks, or a tensor came back changed.
     """
     for batch, share in micro_batches:
-        group = run.engine.data_group
+        group = run.engine.loss_group
         tensors = leaves(batch)
         forms = {
             f"tensor {i}": f"{t.dtype}, [batch{''.join(f', {n}' for n in t.shape[1:])}], {t.device.type}"

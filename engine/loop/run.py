@@ -100,7 +100,8 @@ class Run:
         self.loaders = RunLoaders(engine, settings, module, data, stage)
         self.placed = PlacedModule(engine, module)
         self.optimizer_set = OptimizerSet()
-        self.logbook = Logbook(module, engine.recorder(on_step=True, on_epoch=False), self.intervals)
+        parts = engine.loss_group.world_size // engine.data_group.world_size
+        self.logbook = Logbook(module, engine.recorder(on_step=True, on_epoch=False, parts=parts), self.intervals)
         self.checkpoints = RunCheckpoints(engine.checkpoint_writer, self.control.agreement)
         self.hooks = Hooks(callbacks, module, engine.checkpoint_writer, self.logbook)
         self.checkpoints.have_listeners = bool(self.hooks.on_checkpoint_saved or self.hooks.on_checkpoint_removed)

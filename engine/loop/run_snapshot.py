@@ -271,7 +271,7 @@ class RunSnapshot(EngineSnapshot):
             rows = []
         elif same_place is not None:
             rows = [same_place]
-        elif self._engine.data_group.rank == 0:
+        elif self._engine.loss_group.rank == 0:
             rows = [row for row in loaded.of_all_ranks() if row["place"][-1]]
         else:
             rows = []

@@ -99,9 +99,19 @@ def call_setup_hooks(run: Run, building: AbstractContextManager[Any] | None = No
     if not module.built:
         with nullcontext() if building is None else building, run.engine.strategy.building():
             module.configure_model()
+    if stage == "fit":
+        _separate_random_numbers(run)
+
+
+def _separate_random_numbers(run: Run) -> None:
+    """Give this rank the random numbers of its stream: with the same ones dropout would drop the same units on all ranks.
+
+    The host's generators follow ``data_group``, because loaders draw from them: ranks that see the same samples must augment them alike. The
+    device's would have to follow ``loss_group``, so that dropout differs between parts of a sample; one seed serves both as long as the groups
+    are the same.
+    """
     stream = run.engine.strategy.random_stream
-    if stream and stage == "fit":
-        # Ranks see different samples, but with the same random numbers dropout would drop the same units on all ranks.
+    if stream:
         seed_everything(mixed(run.engine.seed, stream) % 2**32)
 
 
@@ -157,7 +167,7 @@ def prepare_loaders(run: Run) -> None:
     """Prepare the loaders of training and validation, and what depends on them."""
     run.loaders.training()
     run.loaders.for_validation()
-    connect_metrics(run.module, run.engine.group, run.engine.data_group)
+    connect_metrics(run.module, run.engine.group, run.engine.loss_group)
     check_min_steps(run)
 
 
@@ -249,6 +259,6 @@ def set_up_evaluation(run: Run, kind: str) -> list[PreparedLoader]:
     loaders = run.loaders.for_evaluation(kind)
     if not loaders:
         return []
-    connect_metrics(module, run.engine.group, run.engine.data_group)
+    connect_metrics(module, run.engine.group, run.engine.loss_group)
     run.placed.for_evaluation()
     return loaders

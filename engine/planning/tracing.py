@@ -120,7 +120,8 @@ class _IdenticalRanks(GradientSync):
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self._strategy, self.group, self.data_group = strategy, strategy.group, strategy.data_group
+        self._strategy, self.group = strategy, strategy.group
+        self.data_group, self.loss_group = strategy.data_group, strategy.loss_group
 
     def sum(self, value: Tensor | float) -> Tensor | float:
         return self._strategy.sum(value)

@@ -157,7 +157,7 @@ class Stepper:
 
     def fed(self) -> bool:
         """Whether the window that ends now makes a step, because some rank had a loss in it. Only ranks without a loss need to call this."""
-        weights, several = self.window.weights, self.gradient_sync.data_group.world_size > 1
+        weights, several = self.window.weights, self.gradient_sync.loss_group.world_size > 1
         for state in weights.states:
             self._divisor(state)
         # Whether another rank had a scalar loss is not known; a micro-batch without one counts with a zero gradient.

@@ -21,7 +21,7 @@ class Passes:
     :class:`engine.strategies.pipelined_passes.PipelinedPasses` in its place.
 
     Args:
-        group: the ranks that see different data.
+        group: the ranks whose losses are averaged.
         scaler: the loss scaler under fp16, or ``None``.
     """
 

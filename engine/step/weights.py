@@ -211,7 +211,7 @@ class Weights:
         else:
             state.kind = WEIGHTED
             items, self.fed = agreement.total(state.count, self.fed)
-            state.total = nonzero(items / (sync.data_group.world_size * (agreement.reference or 1.0)))
+            state.total = nonzero(items / (sync.loss_group.world_size * (agreement.reference or 1.0)))
         if state is self.states[0]:
             self.items = items
         state.closed = True

@@ -60,6 +60,7 @@ class Strategy(GradientSync):
     """Ends "a strategy which ..." in an error: the work that the strategy does in one call that cannot be divided; ``None``: there is none."""
     group: Group = field(init=False, repr=False)
     data_group: Group = field(init=False, repr=False)
+    _loss_group: Group | None = field(default=None, init=False, repr=False)
     owns_weights: bool = field(default=False, init=False, repr=False)
     """Whether the strategy keeps master copies of the weights and their gradients, which the module does not have. Such a strategy trains
     only the parameters that require a gradient when it sets up the model."""
@@ -68,9 +69,10 @@ class Strategy(GradientSync):
     role: str = field(default="", init=False, repr=False)
     """The part of the model that only some ranks have, such as ``"pipeline stage 1 of 4"``; empty if all ranks have the same."""
     is_counted: bool = field(default=True, init=False, repr=False)
-    """Whether losses and logged values of this rank count; true on exactly one of the ranks that see the same data."""
+    """Whether losses and logged values of this rank count; true on exactly one of the ranks that compute the same losses."""
     random_stream: int = field(default=0, init=False, repr=False)
-    """The number of this rank's stream of random numbers: ranks with equal numbers draw equal ones (for dropout, for example)."""
+    """The number of this rank's stream of random numbers: ranks with equal numbers draw equal ones (for dropout, for example). Ranks that see the
+    same samples must augment them alike, so it follows ``data_group``."""
     parts_differ: bool = field(default=False, init=False, repr=False)
     """Whether ranks return tensors of different names in :meth:`model_parts` and :meth:`optimizer_parts`."""
     precision: Precision = field(default=Precision.parse("32-true"), init=False, repr=False)
@@ -122,7 +124,17 @@ class Strategy(GradientSync):
             ValueError: the strategy cannot work on these processes.
         """
         self.group = self.data_group = group
+        self._loss_group = None
         self.random_stream = group.rank
+
+    @property
+    def loss_group(self) -> Group:
+        """The ranks whose losses are averaged into one gradient and whose logged values count: ``data_group``, unless ``connect`` sets others."""
+        return self.data_group if self._loss_group is None else self._loss_group
+
+    @loss_group.setter
+    def loss_group(self, group: Group) -> None:
+        self._loss_group = group
 
     @property
     def axes(self) -> dict[str, int]:
@@ -160,7 +172,7 @@ class Strategy(GradientSync):
 
     def passes(self, scaler: Scaler | None) -> Passes:
         """Create the object that gives other code's backward passes the window's weights."""
-        return Passes(self.window, self.data_group, scaler)
+        return Passes(self.window, self.loss_group, scaler)
 
     def train_with(self, loader: Any) -> None:
         """Take the training's loader. ``Fit`` calls this before :meth:`place`."""
@@ -227,7 +239,7 @@ class Strategy(GradientSync):
     def share_buffers(self, module: nn.Module) -> None:
         """Give every rank the buffers of the first rank with the same part of the model, because checkpoints contain that rank's buffers."""
         broadcast_from_rank_0(
-            self.data_group, [b for b in module.buffers() if not b.is_meta and not hasattr(b, "placements")]
+            self.loss_group, [b for b in module.buffers() if not b.is_meta and not hasattr(b, "placements")]
         )
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -322,6 +334,20 @@ class Single(Strategy):
                 f"strategy='single' was asked for, but this job has {group.world_size} processes; use strategy='ddp' or 'auto'"
             )
         super().connect(group)
+
+
+def check_groups(strategy: Strategy) -> None:
+    """Check the groups that ``connect`` has set.
+
+    Raises:
+        ValueError: ``loss_group`` lacks a rank of ``data_group``, or has no equal number of ranks for each.
+    """
+    data_ranks, loss_ranks = strategy.data_group.ranks, strategy.loss_group.ranks
+    if not set(data_ranks) <= set(loss_ranks) or len(loss_ranks) % len(data_ranks):
+        raise ValueError(
+            f"{type(strategy).__name__}: data_group has the ranks {data_ranks}, loss_group {loss_ranks}; the losses of all ranks that see different "
+            "samples must be averaged, and each sample must have equally many ranks: set loss_group to a group that contains data_group"
+        )
 
 
 def trained_parameters(model: nn.Module) -> Iterable[Any]:

@@ -312,8 +312,9 @@ class FSDP(Strategy):
     def _average(self, root: nn.Module, parameter: Tensor) -> None:
         """Average the gradient of a parameter that ``fully_shard`` ignores; averaging it twice does no harm."""
         if vars(root)["_reduces"] and parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=self.data_group.wide)
-            parameter.grad.div_(self.data_group.world_size)
+            group = self.loss_group
+            dist.all_reduce(parameter.grad, group=group.wide)
+            parameter.grad.div_(group.world_size)
 
     def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
         raise ValueError(

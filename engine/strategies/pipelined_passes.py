@@ -18,7 +18,7 @@ from engine.step.window import Window
 class Pipelines(Protocol):
     """A strategy that runs forward and backward passes together, as :class:`~engine.strategies.mesh_parallel.MeshParallel` does."""
 
-    data_group: Group
+    loss_group: Group
     has_loss: bool
     """Whether this rank computes the loss; other ranks with the same data receive it."""
 
@@ -41,7 +41,7 @@ class PipelinedPasses(Passes):
     """Passes of strategies that run forward and backward together, in chunks of a micro-batch."""
 
     def __init__(self, window: Window, strategy: Pipelines, scaler: Scaler | None) -> None:
-        super().__init__(window, strategy.data_group, scaler)
+        super().__init__(window, strategy.loss_group, scaler)
         self._strategy = strategy
         window.join()  # there is one model, and one loss
 
