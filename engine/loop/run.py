@@ -109,13 +109,13 @@ class Run:
             module,
             callbacks,
             data.datamodule,
-            state=self.state,
-            loaders=self.loaders,
-            optimizer_set=self.optimizer_set,
-            logbook=self.logbook,
-            stopwatch=self.control.stopwatch,
-            items=self.items,
-            intervals=self.intervals,
+            self.state,
+            self.loaders,
+            self.optimizer_set,
+            self.logbook,
+            self.control.stopwatch,
+            self.items,
+            self.intervals,
         )
         self.warned: set[str] = set()
         """The warnings that this run has given already: ``"nan"``, ``"endless"``."""
@@ -585,7 +585,7 @@ class Run:
             for hook in self.hooks.on_save_checkpoint:
                 hook(self, self.module, entries)
             shared["user"] = dict(entries)
-        return self.snapshot.complete(shared, self.other_weights(), score, self.config)
+        return self.snapshot.content(shared, self.other_weights(), score, self.config)
 
     def other_weights(self) -> dict[str, dict[str, Any]]:
         """By name, the weights that callbacks keep in addition to the parameters; see :meth:`engine.Callback.other_weights`.
@@ -673,7 +673,7 @@ class Run:
         """Restore weights, optimizers and schedulers from the checkpoint at ``path`` during a training; counters, data position and random number
         states stay as they are."""
         with opening(self.engine.group, *self.checkpoints.run_folder.source(str(path)), FOLDERS) as loaded:
-            self.snapshot.restore_weights(loaded, strict=True)
+            self.snapshot.load_weights(loaded, True, TRAINED)
             self.snapshot.restore_optimizers(loaded, Resume(path))
 
     # -- the end ----------------------------------------------------------------------------------------------------------------
