@@ -25,7 +25,7 @@ from engine.checkpoint.resume import (
 from engine.checkpoint.retention import CheckpointFolder
 from engine.checkpoint.state_forms import Fields
 from engine.checkpoint.storage_paths import split_path
-from engine.checkpoint.writer import CheckpointWriter
+from engine.checkpoint.writer import CheckpointWriter, SaveRequest
 from engine.distributed.collectives import all_or_none
 from engine.prepared import Prepared
 from engine.step.optimizers import counters
@@ -200,7 +200,8 @@ class EngineCheckpoints:
         if self._folder is None or self._folder.storage.root != storage.root:
             self.wait()
             self._folder = CheckpointFolder(self._prepared.group, storage)
-        path = self._writer.save(self._folder, name, self._content(facts, left_out), asynchronous=not wait)
+        request = SaveRequest(name, asynchronous=not wait)
+        path = self._writer.save(self._folder, self._content(facts, left_out), request)
         if not wait:
             stepper.before_step(self._writer.hold)
         return path

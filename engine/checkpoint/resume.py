@@ -205,11 +205,6 @@ def opening(
     )
 
 
-def name_of(path: str | Path) -> str:
-    """The name of a checkpoint, from its path or URL."""
-    return str(path).rstrip("/").rpartition("/")[2]
-
-
 _OPTIONAL_HYPERPARAMETERS = frozenset(
     ("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad", "decoupled_weight_decay", "initial_lr")
 )

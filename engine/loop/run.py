@@ -18,9 +18,9 @@ from engine.callback import Callback
 from engine.checkpoint.content import Content
 from engine.checkpoint.manifest import FOLDERS, TRAINED
 from engine.checkpoint.one_file import check_local
-from engine.checkpoint.resume import Resume, name_of, opening
-from engine.checkpoint.storage_paths import split_path
-from engine.checkpoint.writer import CheckpointWriter
+from engine.checkpoint.resume import Resume, opening
+from engine.checkpoint.storage_paths import name_of, split_path
+from engine.checkpoint.writer import CheckpointWriter, SaveRequest
 from engine.config.duration import Every
 from engine.config.hyperparameters import as_data, for_loggers
 from engine.config.masked import Config, plain_value, sections_with_origins, with_origins, without_secrets
@@ -557,20 +557,13 @@ class Run:
             if (saved_name := checkpoints.saved_as(state, name)) is not None:
                 checkpoints.folder.remove_later(remove)
                 return checkpoints.path(saved_name)
+            usual_name = f"step={state.step:08d}"
+            request = SaveRequest(usual_name if name is None else name, score, asynchronous, tolerant, remove)
             with self.optimizer_set.modes.evaluating():
                 content = self.checkpoint_content(score)
                 # If this run is killed before it removes them, the run that resumes from here does.
                 content.shared["postponed"] += remove
-                path = checkpoints.save(
-                    name,
-                    content,
-                    state,
-                    score,
-                    asynchronous=asynchronous,
-                    tolerant=tolerant,
-                    remove=remove,
-                    only_steps_change=self._only_steps_change_weights(),
-                )
+                path = checkpoints.save(request, content, state)
             if asynchronous:
                 self.engine.before_step(self.engine.checkpoint_writer.hold)
             self.pulse += 1
@@ -608,10 +601,6 @@ class Run:
                     )
                 collected[name] = weights
         return collected
-
-    def _only_steps_change_weights(self) -> bool:
-        """Whether only optimizer steps change parameters and optimizer states, so that a save may copy them until the next step."""
-        return self.module.automatic_optimization and not self.optimizer_set.modes.switched
 
     def wait_for_checkpoint(self) -> set[str]:
         """Wait until the checkpoint in progress is complete; all ranks call this together.
@@ -661,9 +650,7 @@ class Run:
                 return self.save_checkpoint(name)
         self.engine.settle()
         with self.phases.timed("checkpoint"), self.optimizer_set.modes.evaluating():
-            content = self.checkpoint_content()
-            only_steps_change = self._only_steps_change_weights()
-            return self.checkpoints.save_at(where, content, one_file=one_file, only_steps_change=only_steps_change)
+            return self.checkpoints.save_at(where, self.checkpoint_content(), one_file=one_file)
 
     def remove_checkpoint(self, path: Path | str) -> None:
         """Delete the checkpoint at ``path``. Any rank may call this; only the main process deletes."""

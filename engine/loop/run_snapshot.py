@@ -121,7 +121,14 @@ class RunSnapshot:
             "metrics": metric_states(self.module),
             "logged": recorder.logged_metrics(),
         }
-        return replace(content, of_rank={**content.of_rank, **logged_values}, other_weights=weights)
+        # training_step of manual optimization changes weights when it likes, and so do optimizers that switch between two kinds of weights.
+        any_time = not self.module.automatic_optimization or bool(self.optimizer_set.modes.switched)
+        return replace(
+            content,
+            of_rank={**content.of_rank, **logged_values},
+            other_weights=weights,
+            changed_by_steps=None if any_time else content.changed_by_steps,
+        )
 
     def scored_with(self, weights: Mapping[str, Any], score: Mapping[str, Any] | None) -> str:
         """The name of the ``weights`` with which ``score`` was measured: those used in validation, unless the metric was logged in training."""
