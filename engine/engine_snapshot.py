@@ -203,7 +203,7 @@ class EngineCheckpoints:
         request = SaveRequest(name, asynchronous=not wait)
         path = self._writer.save(self._folder, self._content(facts, left_out), request)
         if not wait:
-            stepper.before_step(self._writer.hold)
+            stepper.before_step(self._writer.before_step)
         return path
 
     def _content(self, facts: Mapping[str, Any], left_out: Sequence[nn.Module]) -> Content:

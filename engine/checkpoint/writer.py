@@ -149,11 +149,6 @@ class CheckpointWriter:
                 )
                 self._thread.start()
 
-    def hold(self) -> None:
-        """Wait until tensors may change, because the checkpoint in progress has copied them."""
-        if self._job is not None and self._job.staging is not None:
-            self._job.staging.hold()
-
     def wait(self, folder: CheckpointFolder, timeout: float | None = None) -> None:
         """Wait for the checkpoint in progress, in any folder, and delete the checkpoints whose removal from ``folder`` is pending.
 
@@ -213,6 +208,28 @@ class CheckpointWriter:
         joined = self.group.world_size == 1 and _is_small(own_parts, packed.trees)
         job = _Job(folder, answers[0][1], own_parts, packed.trees, packed.facts, list(request.remove), joined)
         return job, packed.late
+
+    # -- who may change weights while they are copied -----------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Wait until tensors may change, because the checkpoint in progress has copied them.
+
+        An asynchronous save returns before it has copied parameters, optimizer states and other weights. Whatever changes them waits here first: this
+        library by the names below, callbacks and users by ``run.saver.hold()`` (:class:`callbacks.WeightAveraging` before it updates averages).
+        Where they may change at any time, as in manual optimization, :attr:`engine.checkpoint.content.Content.changed_by_steps` is ``None``, and a
+        save returns after it has copied everything.
+        """
+        if self._job is not None and self._job.staging is not None:
+            self._job.staging.hold()
+
+    before_step = hold
+    """For the next optimizer step: each asynchronous save hands this to :meth:`engine.Engine.before_step`."""
+    before_closures = hold
+    """For the module's ``optimizer_step``: an optimizer changes parameters between its evaluations of the loss, before the step itself."""
+    before_hooks = hold
+    """For hooks that may change weights: those of :data:`engine.loop.hooks.WEIGHT_CHANGING_EVENTS`."""
+    before_validation = hold
+    """For validations, at whose start callbacks may swap the weights."""
 
     # -- on the writing thread ----------------------------------------------------------------------------------------------
 

@@ -565,7 +565,7 @@ class Run:
                 content.shared["postponed"] += remove
                 path = checkpoints.save(request, content, state)
             if asynchronous:
-                self.engine.before_step(self.engine.checkpoint_writer.hold)
+                self.engine.before_step(self.saver.before_step)
             self.pulse += 1
             return path
 

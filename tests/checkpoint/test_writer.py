@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 import torch
 from support.checkpoints import read
 from support.internals import new_content, new_folder, new_writer, save_request
-from support.ranks import PATIENCE_S, ranks_of, run_script
+from support.ranks import PATIENCE_S, ROOT, ranks_of, run_script
 from support.toys import LINEAR_BATCHES, Linear, linear_fit
 from torch import nn
 
@@ -82,6 +83,15 @@ def test_hold_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert opened.is_set()
     writes.wait(folder)
     writes.close(folder)
+
+
+def test_what_changes_weights_waits_by_a_name_of_the_list() -> None:
+    """Every place of the library that waits for copies has a name beside ``hold``, and every name has a place."""
+    names = {name for name, member in vars(writer.CheckpointWriter).items() if member is writer.CheckpointWriter.hold}
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "engine").rglob("*.py")]
+    attributes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in attributes if ast.unparse(node.value).endswith(("writer", "saver"))}
+    assert used & {"hold", *names} == names - {"hold"}
 
 
 def test_parameters_that_others_change_are_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
