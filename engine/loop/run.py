@@ -27,8 +27,8 @@ from engine.config.masked import Config, plain_value, sections_with_origins, wit
 from engine.config.settings import Settings
 from engine.config.settings_file import as_yaml
 from engine.data.loader import PreparedLoader
+from engine.distributed.agreement import Agreement, Stopwatch
 from engine.distributed.collectives import stack
-from engine.distributed.stop_agreement import STOP
 from engine.engine import Engine
 from engine.loop.hooks import Hooks
 from engine.loop.loaders import RunData, RunLoaders
@@ -38,7 +38,7 @@ from engine.loop.placed_module import PlacedModule
 from engine.loop.run_checkpoints import RunCheckpoints
 from engine.loop.run_snapshot import RunSnapshot
 from engine.loop.state import Result, Tally, Times, TrainState, status_of
-from engine.loop.stopping import StopControl
+from engine.loop.stopping import STOP, StopControl
 from engine.loop.timing import Intervals, Phases, checkpoint_phase
 from engine.metrics import media
 from engine.metrics.recorder import Recorder
@@ -92,7 +92,8 @@ class Run:
         """The counters of the training; resuming changes this object in place."""
         if stage != "fit":
             self.state.step, self.state.epoch, self.state.samples = module._reached
-        self.control = StopControl(settings, self.state, engine.group)
+        agreement = Agreement(engine.group, Stopwatch())
+        self.control = StopControl(settings, self.state, agreement)
         self.intervals = Intervals(settings)
         self.times, self.items = Times(), Tally()
         """``times``: where the time was spent; ``items``: the sum of the counts of all :class:`engine.Loss` objects, over all ranks."""
@@ -101,7 +102,7 @@ class Run:
         self.placed = PlacedModule(engine, module)
         self.optimizer_set = OptimizerSet()
         self.logbook = Logbook(module, engine.recorder(on_step=True, on_epoch=False), self.intervals)
-        self.checkpoints = RunCheckpoints(engine.checkpoint_writer, self.control.agreement)
+        self.checkpoints = RunCheckpoints(engine.checkpoint_writer, agreement)
         self.hooks = Hooks(callbacks, module, engine.checkpoint_writer, self.logbook)
         self.checkpoints.have_listeners = bool(self.hooks.on_checkpoint_saved or self.hooks.on_checkpoint_removed)
         self.snapshot = RunSnapshot(
@@ -113,7 +114,7 @@ class Run:
             self.loaders,
             self.optimizer_set,
             self.logbook,
-            self.control.stopwatch,
+            agreement.stopwatch,
             self.items,
             self.intervals,
         )

@@ -15,8 +15,8 @@ from engine.checkpoint.retention import CheckpointFolder
 from engine.checkpoint.run_folder import RunFolder
 from engine.checkpoint.storage_paths import name_of, split_path, storage_of
 from engine.checkpoint.writer import CheckpointWriter, SaveRequest
+from engine.distributed.agreement import Agreement
 from engine.distributed.collectives import gather_json
-from engine.distributed.stop_agreement import Agreement
 from engine.loop.state import TrainState
 
 

@@ -21,7 +21,7 @@ from engine.checkpoint.state_forms import Entries, Fields
 from engine.config.hyperparameters import as_data
 from engine.config.masked import Config, without_secrets
 from engine.data.datamodule import DataModule
-from engine.distributed.stop_agreement import Stopwatch
+from engine.distributed.agreement import Stopwatch
 from engine.engine import Engine
 from engine.engine_snapshot import Trained
 from engine.loop.callback_states import load_states, states
