@@ -41,7 +41,7 @@ def _export(options: argparse.Namespace) -> Answer:
 
 
 def _convert(options: argparse.Namespace) -> Answer:
-    converted = annex("engine.compat.convert.convert").convert(
+    converted = annex("engine.compat.foreign_checkpoints.conversion").convert(
         options.source, options.out, trust_pickle=options.trust_pickle
     )
     lines = [
@@ -61,7 +61,9 @@ def _pack(options: argparse.Namespace) -> Answer:
         raise ValueError("--weights is for --pickle; without it the file has all weights of the checkpoint")
     with open_path(options.path) as checkpoint:
         if options.pickle:
-            annex("engine.compat.lightning.ckpt").write_checkpoint(out, checkpoint.directory, options.weights)
+            annex("engine.compat.lightning.pickled_checkpoint").write_checkpoint(
+                out, checkpoint.directory, options.weights
+            )
         else:
             pack(checkpoint.directory, out)
     size = out.stat().st_size

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from engine.cli.class_paths import importable_here
-from engine.cli.components import Components, components_of
 from engine.cli.error_report import run_reporting_errors
-from engine.cli.object_parser import ObjectParser, class_help
+from engine.cli.object_builder import ObjectBuilder, class_help
+from engine.cli.requested_objects import Components, components_of
 from engine.cli.run import log_to_terminal, prepare_objects
 from engine.cli.terminal import DOES_NOT_FIT, OK, UsageError, show, table
 from engine.config.settings import Settings
@@ -90,7 +90,7 @@ def planned(components: Components, options: argparse.Namespace) -> Plan | PlanS
     # Errors in the options come before the data is created, which may take long.
     cluster = cluster_of(world_size, options.nodes, options.device or "h100", options.network, options.memory_limit)
     price, storage = checked_costs(options.price, options.storage)
-    fit, make_module, data = prepare_objects(components, [ObjectParser(component) for component in components.objects])
+    fit, make_module, data = prepare_objects(components, [ObjectBuilder(component) for component in components.objects])
     datamodule, loader = (data, None) if isinstance(data, DataModule) else (None, data)
     job: dict[str, Any] = {
         "train_loader": loader,

@@ -16,9 +16,9 @@ from typing import Any
 
 from engine.callback import Callback, affecting_steps
 from engine.cli.class_paths import CALLBACKS, importable_here
-from engine.cli.components import SECTIONS, Components, EarlierRun, components_of
 from engine.cli.error_report import run_reporting_errors
-from engine.cli.object_parser import ObjectParser
+from engine.cli.object_builder import ObjectBuilder
+from engine.cli.requested_objects import SECTIONS, Components, EarlierRun, components_of
 from engine.cli.run import build_objects, log_to_terminal
 from engine.cli.saved_parameters import Recorded, recorded, warn_about_differences, with_saved_parameters
 from engine.cli.terminal import OK, UsageError
@@ -87,7 +87,7 @@ def _replay(options: argparse.Namespace) -> int:
     saved = recorded(components.resolved.settings.root_dir, None, start.described_by, "RUN")
     assert saved is not None
     parsers = [
-        ObjectParser(with_saved_parameters(component, saved) if component.name in saved.sections else component)
+        ObjectBuilder(with_saved_parameters(component, saved) if component.name in saved.sections else component)
         for component in components.objects
     ]
     for parser in parsers:

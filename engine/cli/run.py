@@ -16,10 +16,10 @@ from torch import nn
 from engine.callback import Callback
 from engine.checkpoint.resume import Resume
 from engine.cli.class_paths import importable_here
-from engine.cli.components import COMMAND_LINE, Component, Components, components_of
 from engine.cli.error_report import run_reporting_errors
-from engine.cli.object_parser import ObjectParser, class_help, config_text
+from engine.cli.object_builder import ObjectBuilder, class_help, config_text
 from engine.cli.predictions import check_output, write
+from engine.cli.requested_objects import COMMAND_LINE, Component, Components, components_of
 from engine.cli.saved_parameters import recorded, warn_about_differences, with_saved_parameters
 from engine.cli.terminal import OK, UsageError, show
 from engine.data.datamodule import DataModule
@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
     log_to_terminal()
     checkpoint = options.resume if command == "run" else options.checkpoint
     parsers = (
-        [ObjectParser(component) for component in components.objects]
+        [ObjectBuilder(component) for component in components.objects]
         if checkpoint is None
         else parsers_of_checkpoint(components, command, checkpoint)
     )
@@ -81,9 +81,9 @@ def _run(options: argparse.Namespace) -> int:
     return OK
 
 
-def parsers_of_checkpoint(components: Components, command: str, checkpoint: str) -> list[ObjectParser]:
+def parsers_of_checkpoint(components: Components, command: str, checkpoint: str) -> list[ObjectBuilder]:
     """The parsers of a run that loads a checkpoint: the module gets the checkpoint's parameters, except those given here."""
-    other_parsers = [ObjectParser(component) for component in components.objects[1:]]
+    other_parsers = [ObjectBuilder(component) for component in components.objects[1:]]
     saving = (_callback(parser) for parser in other_parsers if getattr(parser.component.target, "runs_last", False))
     checkpoint_folder = next(
         (callback.checkpoints_in for callback in saving if callback.checkpoints_in is not None), None
@@ -91,21 +91,23 @@ def parsers_of_checkpoint(components: Components, command: str, checkpoint: str)
     settings = components.resolved.settings
     saved = recorded(settings.root_dir, checkpoint_folder, checkpoint, "resume" if command == "run" else "checkpoint")
     if saved is None:
-        return [ObjectParser(components.model), *other_parsers]
-    model = ObjectParser(with_saved_parameters(components.model, saved))
+        return [ObjectBuilder(components.model), *other_parsers]
+    model = ObjectBuilder(with_saved_parameters(components.model, saved))
     for parser in [model, *(parser for parser in other_parsers if parser.component.name == "data")]:
         warn_about_differences(parser, saved)
     return [model, *other_parsers]
 
 
-def build_objects(components: Components, parsers: list[ObjectParser], *more: Callback) -> tuple[Fit, TrainModule, Any]:
+def build_objects(
+    components: Components, parsers: list[ObjectBuilder], *more: Callback
+) -> tuple[Fit, TrainModule, Any]:
     """Create the ``Fit``, the module and the data. ``more``: callbacks to add."""
     fit, make_module, data = prepare_objects(components, parsers, *more)
     return fit, make_module(), data
 
 
 def prepare_objects(
-    components: Components, parsers: list[ObjectParser], *more: Callback
+    components: Components, parsers: list[ObjectBuilder], *more: Callback
 ) -> tuple[Fit, Callable[[], TrainModule], Any]:
     """Create the ``Fit`` and the data, and return them with a function that creates the module. ``more``: callbacks to add."""
     by_name = {parser.component.name: parser for parser in parsers}
@@ -129,7 +131,7 @@ def prepare_objects(
     return fit, make_module, data
 
 
-def _sections(parsers: list[ObjectParser], origins: Mapping[str, str]) -> dict[str, Any]:
+def _sections(parsers: list[ObjectBuilder], origins: Mapping[str, str]) -> dict[str, Any]:
     """The fields of :class:`engine.config.resolve.Resolved` with the arguments of the objects, for checkpoints and loggers."""
     sections: dict[str, Any] = {}
     all_origins = dict(origins)
@@ -143,7 +145,7 @@ def _sections(parsers: list[ObjectParser], origins: Mapping[str, str]) -> dict[s
     return {"sections": sections, "origins": all_origins}
 
 
-def _callback(parser: ObjectParser) -> Callback:
+def _callback(parser: ObjectBuilder) -> Callback:
     callback = parser.build()[0]
     if not isinstance(callback, Callback):
         raise UsageError(

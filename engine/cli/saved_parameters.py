@@ -15,8 +15,8 @@ import torch
 
 from engine.checkpoint.resume import opening
 from engine.checkpoint.run_folder import source_of
-from engine.cli.components import Component
-from engine.cli.object_parser import ObjectParser, parameters, parser_of
+from engine.cli.object_builder import ObjectBuilder, parameters, parser_of
+from engine.cli.requested_objects import Component
 from engine.cli.terminal import UsageError
 from engine.config.hyperparameters import arguments_from_saved, replaced_by_defaults
 from engine.config.masked import HIDDEN, plain_value, without_secrets
@@ -156,7 +156,7 @@ def with_saved_parameters(component: Component, saved: Recorded) -> Component:
     return replace(component, init_args=init_args, origins=origins, fixed=fixed)
 
 
-def warn_about_differences(parser: ObjectParser, saved: Recorded) -> None:
+def warn_about_differences(parser: ObjectBuilder, saved: Recorded) -> None:
     """Warn about each parameter that is given here with another value than in the checkpoint."""
     component, current_values = parser.component, parser.as_values()[0]
     saved_values = dict(saved.sections[component.name])
@@ -190,7 +190,7 @@ def _log_on_one_rank(level: int, text: str, *values: object) -> None:
 def _defaults(component: Component) -> dict[str, Any]:
     """The constructor's defaults, as in YAML."""
     try:
-        return ObjectParser(replace(component, init_args={}, overrides=[])).as_values()[0]
+        return ObjectBuilder(replace(component, init_args={}, overrides=[])).as_values()[0]
     except UsageError:  # some have no default
         signature_defaults = {
             name: parameter.default for name, parameter in inspect.signature(component.target).parameters.items()

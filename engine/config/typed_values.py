@@ -42,7 +42,7 @@ def dtype(text: str) -> torch.dtype:
 
 
 TEXT_READERS: dict[Any, Callable[[str], Any]] = {Path: lambda text: Path(text).expanduser(), torch.dtype: dtype}
-"""Type without a form in YAML -> a function that reads its objects from text; :mod:`engine.cli.object_parser` registers these with jsonargparse."""
+"""Type without a form in YAML -> a function that reads its objects from text; :mod:`engine.cli.object_builder` registers these with jsonargparse."""
 
 
 def construct(setting: str, requested: NamedOptions, make: Callable[..., Any]) -> Any:

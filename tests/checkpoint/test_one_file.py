@@ -15,7 +15,7 @@ from support.toys import fit
 
 from engine import Callback, DamagedCheckpoint, Engine, TrainModule
 from engine.checkpoint.one_file import is_one_file, pack, unpack
-from engine.compat.convert.convert import convert
+from engine.compat.foreign_checkpoints.conversion import convert
 
 
 class Keeps(Callback):

@@ -23,7 +23,7 @@ from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.manifest import FORMAT
 from engine.checkpoint.storage_paths import storage_of
 from engine.cli.main import main
-from engine.compat.convert.untrusted_files import DistributedFiles
+from engine.compat.foreign_checkpoints.untrusted_files import DistributedFiles
 
 
 def trained(root: Path, steps: int = 8, every: int = 4, **arguments: Any) -> Path:

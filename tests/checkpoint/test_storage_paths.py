@@ -26,7 +26,7 @@ from engine.checkpoint.resume import opening
 from engine.checkpoint.storage import Storage
 from engine.checkpoint.storage_paths import split_path, storage_of
 from engine.cli.main import main
-from engine.compat.convert.convert import convert
+from engine.compat.foreign_checkpoints.conversion import convert
 
 
 @pytest.fixture(params=["directory", "file", "memory"])

@@ -10,8 +10,8 @@ import pytest
 from support.ranks import clean_environment
 
 from engine.cli import main as cli
-from engine.cli.components import Component
-from engine.cli.object_parser import class_help
+from engine.cli.object_builder import class_help
+from engine.cli.requested_objects import Component
 from engine.cli.terminal import STATUSES
 from engine.config.settings_file import documentation
 

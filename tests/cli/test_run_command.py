@@ -11,8 +11,8 @@ import yaml
 
 from engine import TrainModule
 from engine.checkpoint.catalog import facts
-from engine.cli.components import Component
-from engine.cli.object_parser import ObjectParser
+from engine.cli.object_builder import ObjectBuilder
+from engine.cli.requested_objects import Component
 from engine.cli.terminal import UsageError
 
 SET = (
@@ -405,10 +405,10 @@ def test_a_parameter_is_known_by_its_type() -> None:
 
     def path(place: Any = Path("x")) -> None: ...  # its text would be read as text
 
-    assert ObjectParser(Component("data", "path", path)).as_values() == ({}, ["place"])
-    assert ObjectParser(Component("data", "plain", plain, {"width": None})).as_values() == (
+    assert ObjectBuilder(Component("data", "path", path)).as_values() == ({}, ["place"])
+    assert ObjectBuilder(Component("data", "plain", plain, {"width": None})).as_values() == (
         {"width": None, "mode": "a"},
         [],
     )
     with pytest.raises(UsageError, match=r"data\.width does not fit"):
-        ObjectParser(Component("data", "plain", plain, {}, overrides=[("width", "1.5")]))
+        ObjectBuilder(Component("data", "plain", plain, {}, overrides=[("width", "1.5")]))

@@ -11,8 +11,8 @@ import pytest
 
 from engine import TrainModule
 from engine.cli.class_paths import importable_here, load
-from engine.cli.components import Component
-from engine.cli.object_parser import ObjectParser
+from engine.cli.object_builder import ObjectBuilder
+from engine.cli.requested_objects import Component
 from engine.cli.saved_parameters import Recorded, with_saved_parameters
 from engine.cli.terminal import UsageError
 
@@ -230,7 +230,7 @@ def test_a_hostile_checkpoint_names_no_code_and_no_file(nets: None, here: Path, 
     importable_here()
     part = Component("model", "nets:Net", load("nets:Net", "the target", TrainModule))
     with pytest.raises(UsageError, match="is not taken from a checkpoint"):
-        ObjectParser(
+        ObjectBuilder(
             with_saved_parameters(part, Recorded("there", {}, None, {}, {"model": {name: value}, "data": {}}))
         ).build()
     assert not (here / "pwned").exists()

@@ -47,7 +47,7 @@ from callbacks.report.runs import logged_at
 from engine import Fit, TrainModule
 from engine.checkpoint.one_file import pack
 from engine.cli.main import main
-from engine.compat.convert.convert import convert
+from engine.compat.foreign_checkpoints.conversion import convert
 from engine.interop import lightning
 
 root = Path(sys.argv[2])

@@ -15,9 +15,9 @@ import engine.callbacks as own
 from engine.compat.checked_arguments import as_device, checking_arguments, with_arguments_of
 from engine.compat.lightning.arguments import CALLBACKS
 from engine.compat.lightning.callback import Callback
-from engine.compat.lightning.ckpt import FILE, write_checkpoint
 from engine.compat.lightning.events import EVENTS
 from engine.compat.lightning.names import CLASSES, OF_CHECKPOINTS
+from engine.compat.lightning.pickled_checkpoint import FILE, write_checkpoint
 from engine.compat.refusals import refusing
 from engine.config.duration import NEVER
 from engine.config.kinds import WholeNumber

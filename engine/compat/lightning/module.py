@@ -7,7 +7,7 @@ from typing import Any, Self, TypeVar
 
 from torch import nn
 
-from engine.compat.lightning import ckpt
+from engine.compat.lightning import pickled_checkpoint
 from engine.compat.lightning.events import WITH_STAGE, lightning_arguments, with_stage
 from engine.data.datamodule import DataModule
 from engine.loop.run import Run
@@ -77,7 +77,7 @@ class LightningModule(TrainModule):
         if hparams_file is not None:
             raise ValueError("load_from_checkpoint(hparams_file=...): give the hyperparameters as arguments")
         device = next(iter(map_location.values()), None) if isinstance(map_location, dict) else map_location
-        with ckpt.readable(checkpoint_path) as path:
+        with pickled_checkpoint.readable(checkpoint_path) as path:
             return super().load_from_checkpoint(path, strict=strict is not False, map_location=device, **kwargs)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.callback import Callback
 from engine.compat.checked_arguments import checking_arguments
-from engine.compat.lightning import ckpt
+from engine.compat.lightning import pickled_checkpoint
 from engine.compat.lightning.adapters import adapt
 from engine.compat.lightning.before_run import BeforeRun
 from engine.compat.lightning.callback import Callback as NamedCallback
@@ -80,8 +80,8 @@ class Trainer(TrainerView):
     ) -> None:  # fmt: skip
         """Train ``model``. ``ckpt_path``: the checkpoint to resume from; ``"last"``: the newest one, if there is any."""
         model, loaders, datamodule = self._adapt_objects(model, train_dataloaders, datamodule)
-        ckpt.check_complete(ckpt_path)
-        with ckpt.readable("auto" if ckpt_path == "last" else ckpt_path, self._arguments["plugins"]) as resume:
+        pickled_checkpoint.check_complete(ckpt_path)
+        with pickled_checkpoint.readable("auto" if ckpt_path == "last" else ckpt_path, self._arguments["plugins"]) as resume:
             self.result = self._fit.run(model, loaders, val_dataloaders, datamodule=datamodule, resume=resume)
 
     def validate(
@@ -118,7 +118,7 @@ class Trainer(TrainerView):
         if ckpt_path == "best":
             ckpt_path = getattr(self.checkpoint_callback, "best_model_path", None) or "best"
         model, loaders, datamodule = self._adapt_objects(model, loaders, datamodule)
-        with ckpt.readable(ckpt_path, self._arguments["plugins"]) as checkpoint:
+        with pickled_checkpoint.readable(ckpt_path, self._arguments["plugins"]) as checkpoint:
             results = getattr(self._fit, verb)(model, loaders, datamodule=datamodule, checkpoint=checkpoint, **options)
         if verbose and self.progress_bar_callback is None:
             for number, metrics in enumerate(results):
@@ -187,7 +187,7 @@ class Trainer(TrainerView):
             content = replace(all_content, optimizers={}) if weights_only or pickle else all_content
             run.checkpoints.save_at(complete_file, content, one_file=True)
         if pickle and run.is_main_process:
-            ckpt.write_checkpoint(path, complete_file)
+            pickled_checkpoint.write_checkpoint(path, complete_file)
             complete_file.unlink()
         run.engine.wait_for_everyone()
 

@@ -17,11 +17,11 @@ from engine.compat.accelerate.utils.memory import is_out_of_memory as is_oom_err
 from engine.compat.accelerate.utils.memory import release_memory as garbage_collection_cuda  # noqa: F401
 from engine.compat.lightning.callback import Callback
 from engine.compat.lightning.callbacks import ModelSummary as ModelSummary
-from engine.compat.lightning.ckpt import load as _load  # noqa: F401
 from engine.compat.lightning.events import RunningStage as RunningStage
 from engine.compat.lightning.events import TrainerFn as TrainerFn
 from engine.compat.lightning.events import TrainerStatus as TrainerStatus
 from engine.compat.lightning.names import CLASSES
+from engine.compat.lightning.pickled_checkpoint import load as _load  # noqa: F401
 from engine.compat.lightning.plugins import CheckpointIO as CheckpointIO
 from engine.compat.refusals import refused_class, refusing
 from engine.config.hyperparameters import HParams as AttributeDict  # noqa: F401

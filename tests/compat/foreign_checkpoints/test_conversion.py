@@ -25,9 +25,9 @@ from engine.checkpoint.catalog import facts, problems
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.manifest import SHARED
 from engine.checkpoint.tensors import Stored
-from engine.compat.convert import convert as converting
-from engine.compat.convert.convert import convert
-from engine.compat.convert.optimizer_names import nested, with_parameter_names
+from engine.compat.foreign_checkpoints import conversion as converting
+from engine.compat.foreign_checkpoints.conversion import convert
+from engine.compat.foreign_checkpoints.optimizer_names import nested, with_parameter_names
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 

@@ -18,8 +18,8 @@ from engine.checkpoint.files import stable_name
 from engine.checkpoint.manifest import MANIFEST, SHARED
 from engine.checkpoint.one_file import is_one_file
 from engine.checkpoint.reader import Source, empty_tensor, weights_folder
-from engine.compat.convert.convert import convert
-from engine.compat.convert.untrusted_files import check_pickles
+from engine.compat.foreign_checkpoints.conversion import convert
+from engine.compat.foreign_checkpoints.untrusted_files import check_pickles
 from engine.compat.lightning.plugins import reader
 
 

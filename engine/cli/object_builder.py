@@ -18,7 +18,7 @@ from typing import Any, Union, get_args, get_origin
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
-from engine.cli.components import COMMAND_LINE, Component, within
+from engine.cli.requested_objects import COMMAND_LINE, Component, within
 from engine.cli.terminal import UsageError
 from engine.config import yaml_text
 from engine.config.masked import plain_value, with_origins
@@ -35,7 +35,7 @@ for _type, _reader in TEXT_READERS.items():
     register_type(_type, deserializer=_reader, type_check=isinstance, fail_already_registered=False)
 
 
-class ObjectParser:
+class ObjectBuilder:
     """A :class:`Component` whose parameters are checked against the types of its constructor.
 
     Raises:
@@ -258,7 +258,7 @@ def _reason(text: str) -> str:
 # -- descriptions -------------------------------------------------------------------------------------------------------------------
 
 
-def config_text(resolved: Resolved, parsers: Sequence[ObjectParser]) -> str:
+def config_text(resolved: Resolved, parsers: Sequence[ObjectBuilder]) -> str:
     """The text of a file of settings that repeats the run: settings with their origins, and each object with all of its parameters.
 
     Defaults that cannot be written as text (an object created in the signature) are named in a comment, and apply again when the file is used.
@@ -280,7 +280,7 @@ def config_text(resolved: Resolved, parsers: Sequence[ObjectParser]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _object_lines(parser: ObjectParser, indent: str) -> list[str]:
+def _object_lines(parser: ObjectBuilder, indent: str) -> list[str]:
     """The lines of the file that describe one object."""
     values, left_out = parser.as_values()
     lines = [f"class_path: {flow(parser.component.path)}"]

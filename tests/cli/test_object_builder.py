@@ -12,8 +12,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from engine.cli.components import Component
-from engine.cli.object_parser import ObjectParser
+from engine.cli.object_builder import ObjectBuilder
+from engine.cli.requested_objects import Component
 from engine.cli.terminal import UsageError
 from engine.config import yaml_text
 from engine.config.named_options import NamedOptions
@@ -51,12 +51,12 @@ def option(hint: Any, value: Any) -> Any:
 
 def in_file(hint: Any, value: Any) -> Any:
     value = yaml_text.construct(yaml_text.compose(flow(value), "there"))
-    return ObjectParser(Component("model", "mine", taking(hint), {"x": value}, {"x": "here"})).build()[0]
+    return ObjectBuilder(Component("model", "mine", taking(hint), {"x": value}, {"x": "here"})).build()[0]
 
 
 def on_command_line(hint: Any, value: Any) -> Any:
     text = value if isinstance(value, str) else flow(value)
-    return ObjectParser(Component("model", "mine", taking(hint), overrides=[("x", text)])).build()[0]
+    return ObjectBuilder(Component("model", "mine", taking(hint), overrides=[("x", text)])).build()[0]
 
 
 @pytest.mark.parametrize("door", [option, in_file, on_command_line])
@@ -126,7 +126,7 @@ def test_quoted_text_of_a_file_is_text(hint: Any, given: str) -> None:
 def test_a_wrong_value_of_the_file_has_its_line_though_the_command_line_replaces_it() -> None:
     component = Component("model", "mine", taking(int), {"x": "a"}, {"x": "file fit.yaml:3"}, [("x", "1")])
     with pytest.raises(UsageError, match=r"^file fit.yaml:3: model.x does not fit"):
-        ObjectParser(component)
+        ObjectBuilder(component)
 
 
 def test_a_field_that_is_unknown_or_missing_is_named() -> None:
