@@ -57,8 +57,8 @@ def _continue(run: Run, loaded: Loaded, how: Resume) -> None:
     snapshot.load_weights(loaded, how.strict, TRAINED)
     engine.snapshot.restore_seed(loaded)
     snapshot.restore_order(loaded)
-    engine.snapshot.restore_shared(loaded)
-    snapshot.restore_shared(loaded)
+    engine.snapshot.restore_shared(loaded)  # the loss scaler, the window, registered objects
+    snapshot.restore_shared(loaded)  # counters, logged values, the data module, callbacks
     if loaded.saved_by_run:  # a checkpoint of a loop with Engine has neither entries nor other weights
         _load_entries(run, loaded)
         for name, tensors in run.other_weights().items():  # after the hooks, which may have added parameters
