@@ -156,7 +156,7 @@ class Callback:
     def on_media(self, run: Run, module: nn.Module, kind: str, name: str, value: Any, options: dict[str, Any]) -> None:
         """Called on rank 0 when ``module.log_<kind>(name, value, **options)`` is called, for the kinds that some callback takes.
 
-        ``value``: as :func:`engine.metrics.media.checked` gives it; a tensor is a copy, on its device.
+        ``value``: as :func:`engine.metrics.media.as_medium` gives it; a tensor is a copy, on its device.
         """
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:

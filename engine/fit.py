@@ -20,7 +20,7 @@ from engine.checkpoint.run_folder import Trained
 from engine.config import combinations
 from engine.config.duration import Duration
 from engine.config.resolve import UNSET, Resolved, resolve, with_real_defaults_in_help
-from engine.config.settings import Settings, check
+from engine.config.settings import Settings, checked_setting
 from engine.data.datamodule import DataModule
 from engine.distributed import failures
 from engine.distributed.environments import detect
@@ -35,7 +35,7 @@ from engine.loop.lifecycle import collecting_garbage, in_folder, log_start, sess
 from engine.loop.loaders import RunData
 from engine.loop.out_of_memory import noting_what_finds_a_fit
 from engine.loop.placed_module import holding
-from engine.loop.rank_checks import compare, compare_models
+from engine.loop.rank_checks import compare_models, compare_ranks
 from engine.loop.replay import LeftOut, ReplayedStep, StepWatch, starting_point
 from engine.loop.run import Run
 from engine.loop.run_resume import load_weights, reload_best, resume_run
@@ -197,7 +197,9 @@ class Fit:
         """
         failures.attach(detect(os.environ))
         fit = cls.__new__(cls)
-        fit._set(replace(resolved, settings=replace(resolved.settings, callbacks=check("callbacks", callbacks))))
+        fit._set(
+            replace(resolved, settings=replace(resolved.settings, callbacks=checked_setting("callbacks", callbacks)))
+        )
         return fit
 
     def _set(self, resolved: Resolved) -> None:
@@ -275,7 +277,7 @@ class Fit:
             call_hooks(run, run.hooks.on_fit_start)
             sanity_check(run)
             if run.settings.check:
-                compare(run)
+                compare_ranks(run)
             call_epoch_hooks(run, run.hooks.on_train_start)
             with watched(run), collecting_garbage(run), run.optimizer_set.modes.training():
                 train(run)

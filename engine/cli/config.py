@@ -17,7 +17,7 @@ from engine.config import yaml_text
 from engine.config.kinds import PRECISIONS
 from engine.config.masked import plain_value
 from engine.config.resolve import SECTIONS, Resolved, read_value, resolve
-from engine.config.settings import Settings, check
+from engine.config.settings import Settings, checked_setting
 from engine.config.settings_file import document, documentation
 from engine.config.yaml_text import flow, write_atomically
 from engine.step.precision import Precision
@@ -254,7 +254,9 @@ def _store_answer(name: str, answer: str, values: dict[str, Any]) -> None:
         raise ValueError(f"{name} is empty: there is no default")
     options = {**(current if isinstance(current, dict) else {"name": current}), option: yaml_text.construct(node)}
     # nvme_path is asked for next, so any directory does for this check.
-    _try_to_make(setting, check(setting, {"nvme_path": ".", **options} if "nvme" in options.values() else options))
+    _try_to_make(
+        setting, checked_setting(setting, {"nvme_path": ".", **options} if "nvme" in options.values() else options)
+    )
     values[setting] = options
 
 

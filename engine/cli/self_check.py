@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         0, or 1 when one has failed.
     """
-    outcomes = checked()
+    outcomes = run_checks()
     if options.json:
         print(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
     else:
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     return FAILED if any(outcome.ok is False for outcome in outcomes) else OK
 
 
-def checked() -> list[Outcome]:
+def run_checks() -> list[Outcome]:
     """Run all checks and return their outcomes."""
     with tempfile.TemporaryDirectory(prefix="fit-test-") as folder:
         work = Path(folder)

@@ -167,7 +167,7 @@ KINDS: dict[str, Kind] = {declared.name: declared.metadata["kind"] for declared 
 """Name of a setting -> its kind."""
 
 
-def check(name: str, value: object) -> Any:
+def checked_setting(name: str, value: object) -> Any:
     """Check a ``value`` of the setting ``name``, for code that takes one setting alone, and return it normalized.
 
     Raises:

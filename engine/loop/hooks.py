@@ -9,7 +9,7 @@ from typing import Any
 from engine.callback import Callback
 from engine.checkpoint.writer import CheckpointWriter
 from engine.loop.logbook import Logbook
-from engine.loop.method_arguments import accepting, check
+from engine.loop.method_arguments import accepting, check_method_arguments
 from engine.module import TrainModule
 from engine.utils.errors import HangError
 from engine.utils.log import logger
@@ -60,7 +60,7 @@ class Hooks:
         names = (*_events(), *(f"last_{event}" for event in SPLIT_EVENTS))
         self._owners: dict[str, list[str]] = {name: [] for name in names}  # by event: the names of its hooks' owners
         vars(self).update(dict.fromkeys(names, ()))
-        check(module, TrainModule)
+        check_method_arguments(module, TrainModule)
         of_module = overridden_methods(module, _events(), TrainModule)
         named = [(f"[Callback]{c.state_key}", c) for c in callbacks]
         early, late = ([(name, c) for name, c in named if c.runs_last is last] for last in (False, True))

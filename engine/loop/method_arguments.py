@@ -67,7 +67,7 @@ def accepting(method: Method, owner: object, event: str, base: type, first: Sequ
     )
 
 
-def check(module: TrainModule, base: type) -> None:
+def check_method_arguments(module: TrainModule, base: type) -> None:
     """Check the arguments of ``state_dict`` and of the methods in :data:`BESIDES_EVENTS` that ``module`` overrides.
 
     Raises:

@@ -36,7 +36,7 @@ def compare_models(run: Run) -> None:
     _check_equal(group, "models", {name: _parameter_form(strategy, p) for name, p in run.module.named_parameters()})
 
 
-def compare(run: Run) -> None:
+def compare_ranks(run: Run) -> None:
     """Compare parameters, optimizers' settings and loaders over all ranks with an equal part of the model.
 
     Raises:
@@ -60,7 +60,7 @@ def compare(run: Run) -> None:
     )
 
 
-def checked(run: Run, batches: Iterator[Any]) -> Iterator[Any]:
+def with_first_batch_compared(run: Run, batches: Iterator[Any]) -> Iterator[Any]:
     """Yield ``batches``. Before the first one, compare its structure over the ranks, and check that gathering its tensors returns them unchanged.
 
     Raises:

@@ -720,7 +720,7 @@ class Run:
         Raises:
             TypeError, ValueError: ``value`` is not of this kind; raised on every rank.
         """
-        medium = media.checked(kind, name, value, **options)
+        medium = media.as_medium(kind, name, value, **options)
         if not any(kind in callback.takes for callback in self.callbacks):
             warn_once(f"log_{kind}: no logger of this run takes it; {name!r} and others of this kind are left out")
         elif self.is_main_process and self.stage != "sanity":  # a sanity check logs no numbers either

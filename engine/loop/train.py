@@ -9,7 +9,7 @@ from engine.config.duration import NEVER
 from engine.distributed.watchdog import collective_limit
 from engine.loop.evaluate import validate
 from engine.loop.first_checks import check_monitors, report_endless, report_nan
-from engine.loop.rank_checks import checked
+from engine.loop.rank_checks import with_first_batch_compared
 from engine.loop.run import Run
 from engine.loop.timing import EpochClock
 from engine.utils.log import logger
@@ -180,7 +180,11 @@ def begin_epoch(run: Run) -> Iterator[Any]:
     loader.resume(state.epoch, state.position, loaders.take_stream())
     find_next_due_step(run)
     call_epoch_hooks(run, run.hooks.on_train_epoch_start)
-    return checked(run, iter(loader)) if run.settings.check and not run.control.first_step_done else iter(loader)
+    return (
+        with_first_batch_compared(run, iter(loader))
+        if run.settings.check and not run.control.first_step_done
+        else iter(loader)
+    )
 
 
 def call_epoch_hooks(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:

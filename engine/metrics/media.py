@@ -14,7 +14,7 @@ from engine.utils.errors import nearest
 from engine.utils.tree import full_tensor
 
 
-def checked(kind: str, name: str, value: Any, **options: Any) -> Any:
+def as_medium(kind: str, name: str, value: Any, **options: Any) -> Any:
     """Check a medium that was logged, and return ``value`` in the form that callbacks get; a tensor is copied, on its device.
 
     ======================  =======================================================================================================

@@ -17,7 +17,7 @@ from engine.planning.plan_text import (
     count,
     duration,
     need_rows,
-    place,
+    phase_and_module,
     run_rows,
     size,
     time_rows,
@@ -122,7 +122,7 @@ def _memory(plan: Mapping[str, Any]) -> str:
 def _module_table(rank: Mapping[str, Any]) -> str:
     rows = [[name or "(outside of modules)", size(value)] for name, value in rank["held_at_peak"].items()]
     return _table(
-        f"Held by modules at the peak of {_rank_title(rank)}, which is in: {place(rank['peak'])}",
+        f"Held by modules at the peak of {_rank_title(rank)}, which is in: {phase_and_module(rank['peak'])}",
         ("module", "bytes"),
         rows,
         numbers_from=1,
@@ -173,7 +173,7 @@ def _timeline(rank: Mapping[str, Any], limit: int) -> str:
         )
     peak_index = max(range(len(moments)), key=lambda index: moments[index]["memory"]["total"])
     parts.append(_line("peak", _x(peak_index, moments), _y(highest, top), _x(peak_index, moments), _BOTTOM))
-    peak = f"peak of {size(highest)}, {place(moments[peak_index])}"
+    peak = f"peak of {size(highest)}, {phase_and_module(moments[peak_index])}"
     parts.append(_label(_x(peak_index, moments), max(_y(highest, top) - 6, 12), peak))
     name = f"Memory of {_rank_title(rank)} over one step: {peak}"
     keys = "".join(

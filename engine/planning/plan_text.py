@@ -96,7 +96,7 @@ def verdict(plan: Mapping[str, Any]) -> str:
     }.get(plan["verdict"], f"It fits only without the margins: with them it {need}.")
 
 
-def place(moment: Mapping[str, Any]) -> str:
+def phase_and_module(moment: Mapping[str, Any]) -> str:
     """The phase of a moment, and the module that runs."""
     module = f" in {moment['module']}" if moment["module"] else ""
     return f"{moment['phase']}{module}"
@@ -288,7 +288,7 @@ def show_plan(plan: Mapping[str, Any], console: Any) -> None:
         console.print(Text(f"partial: {line}" if line in plan["missing"] else f"computed: {line}", style="yellow"))
     _print(console, *_memory(plan))
     worst = next(rank for rank in plan["ranks"] if rank["rank"] == plan["worst_rank"])
-    console.print(Text(f"The peak of rank {worst['rank']} is in: {place(worst['peak'])}."))
+    console.print(Text(f"The peak of rank {worst['rank']} is in: {phase_and_module(worst['peak'])}."))
     if worst["held_at_peak"]:
         _print(console, *_modules_at_peak(worst["held_at_peak"]))
     _print(console, *_pairs("One step", time_rows(plan)))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from engine.config.masked import fields_of
 from engine.config.named_options import NamedOptions
-from engine.config.settings import check
+from engine.config.settings import checked_setting
 from engine.config.typed_values import construct
 from engine.transforms.float8 import FP8
 from engine.utils import accelerator, torch_private
@@ -61,7 +61,7 @@ class Precision:
             TypeError: another type.
         """
         if isinstance(name, (Mapping, NamedOptions)):
-            name = check("precision", name)
+            name = checked_setting("precision", name)
             if isinstance(name, NamedOptions):
                 name = construct("precision", name, FP8)
         if isinstance(name, Precision):

@@ -11,7 +11,7 @@ from engine.config import strategy_names
 from engine.config.combinations import check_with_strategy, naming_origins
 from engine.config.masked import fields_of
 from engine.config.named_options import NamedOptions
-from engine.config.settings import Settings, check
+from engine.config.settings import Settings, checked_setting
 from engine.config.typed_values import construct
 from engine.step.precision import Precision
 from engine.strategies.base import Single, Strategy
@@ -39,9 +39,9 @@ def get(name: str | Mapping[str, Any] | NamedOptions | Strategy, world_size: int
     """
     if isinstance(name, Strategy):
         return name
-    requested = check("strategy", name)
+    requested = checked_setting("strategy", name)
     if isinstance(requested, str) and requested in _SHORT:
-        requested = check("strategy", _SHORT[requested])
+        requested = checked_setting("strategy", _SHORT[requested])
     if isinstance(requested, NamedOptions):
         return _configured(requested)
     if requested == "auto":

@@ -1,6 +1,7 @@
 """How many calls a step makes over a bare PyTorch loop's, with the peers beside it: unlike times, the same on every machine.
 
     python tests/benchmarks/calls.py [--steps 400] [--case plain] [--no-peers] [--json] [--check]
+    python tests/benchmarks/calls.py --write           # the table in engine/README.md, for which the peers have to be installed
 
 Calls of Python and C functions are counted by ``sys.setprofile`` (its events ``call`` and ``c_call``) on the thread that trains, in a run of 50
 steps and in a longer one: their difference holds no start-up, and its share of log boundaries is that of a long run. The two
@@ -13,11 +14,13 @@ import argparse
 import json
 import logging
 import os
+import platform
+import re
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -131,6 +134,66 @@ def missed(found: Counts) -> list[str]:
     return wrong
 
 
+README = Path(__file__).resolve().parents[2] / "engine" / "README.md"
+COLUMNS = ("Fit", "Engine", "Fabric", "Accelerate", "Lightning")
+"""Contenders in the table of the README."""
+ROWS = {
+    "plain": ("plain", "{}"),
+    "one log": ("one `self.log`", "{} over plain"),
+    "twenty logs": ("twenty `self.log`", "{} each"),
+    "ten callbacks": ("ten callbacks with two hooks each", ""),
+    "accumulate 4": ("four micro-batches", ""),
+    "bf16": ("bf16", ""),
+    "DataLoader": ("batches of a `DataLoader`", "{}"),
+    "DDP tiny": ("DDP, two ranks", "{} over plain"),
+}
+"""How the README calls a case, and what its goal means."""
+TABLE = re.compile(
+    r"(?<=\| step \| bare \| `Fit` \| goal \| `Engine` \| Fabric \| Accelerate \| Lightning \|\n)(?:\|.*\n)+"
+)
+VERSIONS = re.compile(r"\(Python [\d.]+, torch [\d.]+, CPU\)")
+MARGIN = 1.1, 3.0
+"""What may be counted for a number of the README, times and plus: releases of torch, and runs of another length, differ by less."""
+
+
+def written(found: Counts, page: str) -> str:
+    """The README with these counts of all cases and columns, and with the versions of this process."""
+    lines = ["|---" * (len(COLUMNS) + 3) + "|"]
+    for case, (label, goal) in ROWS.items():
+        counts = found[case]
+        fit, *others = (f"{counts[name] - counts['bare']:+,.0f}" if name in counts else "" for name in COLUMNS)
+        most = goal.format(GOALS[case][1]) if goal else ""
+        lines.append(
+            " | ".join(["", label, f"{counts['bare']:,.0f}", fit, most, *others, ""]).replace("  ", " ").strip()
+        )
+    python, release = platform.python_version_tuple(), torch.__version__.split(".")
+    page = VERSIONS.sub(f"(Python {'.'.join(python[:2])}, torch {'.'.join(release[:2])}, CPU)", page, count=1)
+    return TABLE.sub(lambda _: "".join(f"{line}\n" for line in lines), page, count=1)
+
+
+def promised(page: str) -> Iterator[tuple[str, str, float]]:
+    """The case, the contender and the number of calls of each cell of the README's table that is this library's or the bare loop's."""
+    (rows,) = TABLE.findall(page)
+    cases = {label: case for case, (label, _) in ROWS.items()}
+    for row in rows.splitlines()[1:]:
+        label, bare_calls, fit, _, engine, *_ = (cell.strip() for cell in row.strip("|").split("|"))
+        for name, cell in (("bare", bare_calls), ("Fit", fit), ("Engine", engine)):
+            if cell:
+                yield cases[label], name, float(cell.replace(",", ""))
+
+
+def above(found: Counts, page: str) -> list[str]:
+    """Counts that are higher than the README says, by more than :data:`MARGIN`. Lower ones are welcome."""
+    factor, more = MARGIN
+    lines = []
+    for case, name, number in promised(page):
+        if name in found.get(case, {}):
+            counted_calls = found[case][name] - (found[case]["bare"] if name != "bare" else 0)
+            if counted_calls > number * factor + more:
+                lines.append(f"{case}, {name}: {counted_calls:.1f} calls, {README.name} says {number:.0f}")
+    return lines
+
+
 def table(found: Counts) -> Table:
     """A row a case: the bare loop's calls, then what each contender adds."""
     contenders = list(dict.fromkeys(name for row in found.values() for name in row if name != "bare"))
@@ -150,8 +213,11 @@ def main() -> int:
     parser.add_argument("--no-peers", action="store_true", help="count this library only")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--check", action="store_true", help="exit 1 when a goal is missed")
+    parser.add_argument("--write", action="store_true", help="write the table in engine/README.md")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.write and (args.case or args.no_peers or set(COLUMNS) & set(peers.installed()[1])):
+        parser.error('--write counts all cases and the peers of the table: pip install -e ".[bench]"')
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -164,6 +230,8 @@ def main() -> int:
     if named(DDP_CASES[:1], args.case):
         found |= two_processes(args)
     wrong = missed(found)
+    if args.write:
+        README.write_text(written(found, README.read_text()))
     if args.json:
         print(json.dumps({"calls": found, "missed": wrong}, indent=2))
     else:

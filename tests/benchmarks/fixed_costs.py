@@ -1,6 +1,7 @@
 """What people wait for besides steps: collections, removals, copies in memory, small files, commands, records, starts, evaluations.
 
     python tests/benchmarks/fixed_costs.py [PART ...] [--rounds 5]
+    python tests/benchmarks/fixed_costs.py --smallest  # every part runs, in half a minute; the numbers mean nothing
 
 Public interfaces, and that of stored checkpoints, are used, so that the same file measures earlier versions (``PYTHONPATH=<their checkout>``).
 Lightning and Accelerate are measured beside where they are installed. Processor time unless a row says *wall*; medians (and the least) over the
@@ -104,15 +105,14 @@ def collection(rounds: int) -> Iterator[Row]:
     )
 
 
-def removal(rounds: int) -> Iterator[Row]:
+def removal(rounds: int, most: int = 1000) -> Iterator[Row]:
     done = fit(callbacks=[ModelCheckpoint()]).run(Net(), batches(4))
-    for kept in (10, 50, 300, 1000):
+    for kept in [number for number in (10, 50, 300, 1000) if number <= most]:
         with tempfile.TemporaryDirectory() as folder:
             place, names = storage_of(folder), [f"step={number:08d}" for number in range(kept + 5 * rounds + 1)]
             for name in names:
                 shutil.copytree(str(done.last_checkpoint), Path(folder) / name)
-            place.begin("new", True)
-            place.seal("new", 1, {}, {})
+            place.begin("new").seal(1, {}, {})
             times = [row[0] * 1e3 for row in seconds([partial(_remove_next, place, iter(names))], 5 * rounds)]
         yield from median_and_least(f"a removal with {kept} kept", times, "ms")
 
@@ -125,13 +125,14 @@ PEAK = """
 import sys; sys.path.insert(0, {here!r})
 import resource, torch, fixed_costs as f
 from callbacks import ModelCheckpoint
-kind, net = sys.argv[1], f.Net(3000)
+kind, width = sys.argv[1], int(sys.argv[2])
+net = f.Net(width)
 if kind == "bare":
     optimizer = net.configure_optimizers()
-    for batch in f.batches(6, 3000):
+    for batch in f.batches(6, width):
         net.layer(batch).square().mean().backward(); optimizer.step(); optimizer.zero_grad()
 else:
-    f.fit(callbacks=[ModelCheckpoint(every="2 steps", asynchronous=kind == "asynchronous")]).run(net, f.batches(6, 3000))
+    f.fit(callbacks=[ModelCheckpoint(every="2 steps", asynchronous=kind == "asynchronous")]).run(net, f.batches(6, width))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """
 
@@ -140,12 +141,12 @@ def output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def memory(rounds: int) -> Iterator[Row]:
+def memory(rounds: int, width: int = 3000) -> Iterator[Row]:
     for kind in ("bare", "synchronous", "asynchronous"):
         code = PEAK.format(here=str(Path(__file__).parent))
         yield (
-            f"peak memory of 9 M parameters, saves {kind}",
-            float(output(sys.executable, "-c", code, kind).split()[-1]),
+            f"peak memory of {width * width / 1e6:g} M parameters, saves {kind}",
+            float(output(sys.executable, "-c", code, kind, str(width)).split()[-1]),
             "MB",
         )
 
@@ -164,8 +165,8 @@ def hook_seconds(callback: Callback, *names: str) -> list[float]:
     return spent
 
 
-def predictions(rounds: int) -> Iterator[Row]:
-    data = batches(1000)
+def predictions(rounds: int, count: int = 1000) -> Iterator[Row]:
+    data = batches(count)
     for interval in ("auto", "batch"):
         means = []
         for _ in range(rounds + 1):
@@ -195,8 +196,8 @@ def commands(rounds: int) -> Iterator[Row]:
         yield f"fit {' '.join(words[:-1])}", children(lambda words=words: output(*program, *words), rounds) * 1e3, "ms"
 
 
-def record(rounds: int) -> Iterator[Row]:
-    count, rows, pages = 2000, [], []
+def record(rounds: int, count: int = 2000) -> Iterator[Row]:
+    rows, pages = [], []
     for _ in range(rounds + 1):
         report = Report()
         row, page = hook_seconds(report, "on_log"), hook_seconds(report, "teardown")
@@ -304,19 +305,30 @@ def evaluations(rounds: int) -> Iterator[Row]:
 PARTS = {
     part.__name__: part for part in (collection, removal, memory, predictions, commands, record, two_ranks, evaluations)
 }
+SMALLEST: dict[str, dict[str, int]] = {
+    "removal": {"most": 10},
+    "memory": {"width": 30},
+    "predictions": {"count": 10},
+    "record": {"count": 10},
+}
+"""Arguments of the parts with ``--smallest``."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"all by default; {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=5, help="times that everything is measured (5)")
+    parser.add_argument(
+        "--smallest", action="store_true", help="one round of the least that runs, to see that all parts work"
+    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"{', '.join(unknown)}: the parts are {', '.join(PARTS)}")
     for name in args.parts or PARTS:
-        for what, value, unit in PARTS[name](args.rounds):
+        rows = PARTS[name](1, **SMALLEST.get(name, {})) if args.smallest else PARTS[name](args.rounds)
+        for what, value, unit in rows:
             print(f"{what:<60} {value:10.2f} {unit}", flush=True)
 
 

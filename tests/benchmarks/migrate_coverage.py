@@ -1,11 +1,11 @@
 """How many classes of published packages that use Lightning run with only their imports changed, as ``fit migrate`` reports it.
 
-    python tests/benchmarks/migrate_coverage.py [--cache DIR] [--package NAME] [--reasons N] [--json] [--check]
+    python tests/benchmarks/migrate_coverage.py [--cache DIR] [--package NAME | --demos] [--reasons N] [--json] [--check]
 
 The packages' wheels (or source archives) are fetched by pip without their dependencies, once, into ``--cache``; nothing in them is installed,
 imported or run. The demos of the installed Lightning come first. A class counts with what it inherits within its package. Classes of tests are left
 out. The last line is one vote a package: the mean of the packages' shares. With ``--check`` the exit status is 1 when fewer than
-``GOAL`` of the LightningModules, one vote a package, work as is or through ``engine.interop``.
+``GOAL`` of the LightningModules, one vote a package, work as is or through ``engine.interop``. ``--demos`` fetches nothing.
 """
 
 from __future__ import annotations
@@ -141,12 +141,12 @@ def demos() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "pytorch" / "demos"
 
 
-def rows(names: Sequence[str], cache: Path) -> Iterator[Row]:
+def rows(names: Sequence[str], cache: Path, only_demos: bool) -> Iterator[Row]:
     """The results, as they come."""
     if (own := demos()) is not None and not names:
         yield Row("lightning's demos", migration([own]))
     for name, version in PACKAGES.items():
-        if not names or name in names:
+        if not only_demos and (not names or name in names):
             folder = fetched(name, version, cache)
             yield Row(f"{name} {version}", migration([folder], EXCLUDED), requires_lightning_1(folder))
 
@@ -191,11 +191,12 @@ def main() -> int:
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     parser.add_argument("--cache", type=Path, default=home / "fit-trainer" / "migrate_coverage", metavar="DIR")
     parser.add_argument("--package", action="append", default=[], choices=PACKAGES, metavar="NAME")
+    parser.add_argument("--demos", action="store_true", help="only the demos of the installed Lightning")
     parser.add_argument("--reasons", type=int, default=3, metavar="N", help="names that are shown for each package")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    found = list(rows(arguments.package, arguments.cache))
+    found = list(rows(arguments.package, arguments.cache, arguments.demos))
     as_is, works = vote([row.shares for row in found if row.votes])
     if arguments.json:
         counts = {

@@ -18,7 +18,7 @@ from support.ranks import clean_environment
 from engine import strategies
 from engine.cli.completion import _fitting
 from engine.cli.main import COMMANDS
-from engine.config.settings import KINDS, Settings, check
+from engine.config.settings import KINDS, Settings, checked_setting
 
 ALL = "\x1b*"
 """The key of bash that inserts all candidates."""
@@ -32,7 +32,7 @@ line() { printf '<%s>\\n' "$1"; }
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.words])
 def test_values_are_possible(name: str) -> None:
     for value in KINDS[name].words:
-        check(name, {"true": True, "false": False, "null": None}.get(value, value))
+        checked_setting(name, {"true": True, "false": False, "null": None}.get(value, value))
 
 
 def test_all_strategies_are_offered() -> None:

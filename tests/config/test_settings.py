@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.config.duration import Duration
-from engine.config.settings import KINDS, Settings, check
+from engine.config.settings import KINDS, Settings, checked_setting
 
 
 def test_a_run_without_any_limit_is_one_epoch() -> None:
@@ -50,13 +50,13 @@ def test_normal_forms(name: str, given: Any, normal: Any) -> None:
     found = getattr(Settings(**{name: given}), name)
     assert found == normal
     assert type(found) is type(normal) or isinstance(found, Path)
-    assert check(name, found) == found  # dataclasses.replace(settings, ...) gives it again
+    assert checked_setting(name, found) == found  # dataclasses.replace(settings, ...) gives it again
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_defaults_are_in_normal_form(name: str) -> None:
     default = next(field.default for field in fields(Settings) if field.name == name)
-    assert (check(name, default), type(check(name, default))) == (default, type(default))
+    assert (checked_setting(name, default), type(checked_setting(name, default))) == (default, type(default))
 
 
 def test_a_single_callback_is_a_list_of_one() -> None:
@@ -123,9 +123,9 @@ def test_a_wrong_value_is_named_with_what_is_possible(
 
 
 def test_the_check_of_one_setting() -> None:
-    assert check("seed", 3) == 3
+    assert checked_setting("seed", 3) == 3
     with pytest.raises(ValueError, match="did you mean 'seed'"):
-        check("sed", 3)
+        checked_setting("sed", 3)
 
 
 def test_a_global_batch_and_a_window_contradict_each_other() -> None:

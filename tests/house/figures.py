@@ -3,7 +3,7 @@
     python tests/house/figures.py                      # a line for each figure
     python tests/house/figures.py --list layers names  # these checks, with every place
 
-``test_architecture.py`` has a limit for each figure. The exit status is 1 when a figure that has to be 0 is not.
+``test_architecture.py`` says how large a figure may be. The exit status is 1 when a figure that has to be 0 is not.
 It needs nothing but Python, except for ``walk`` and ``annexes``, which run the library.
 """
 

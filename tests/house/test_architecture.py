@@ -1,6 +1,7 @@
-"""The figures of the architecture, each with a limit that only falls.
+"""The figures of the architecture, each with the most that it may be.
 
-A commit that makes a figure smaller lowers its limit. A commit that raises one says why in its message.
+Promises allow no place at all. Other figures have room for a contributor's work: a commit that makes one smaller changes nothing here, and one that
+raises a limit says why in its message. Figures without a limit describe the implementation, and only ``figures.py`` prints them.
 """
 
 from __future__ import annotations
@@ -14,43 +15,37 @@ from pathlib import Path
 import pytest
 from figures import CHECKS, ROOT, Figure, Tree, measured
 
-LIMITS = {
-    "layers": 0,
-    "callbacks": 0,
-    "cycles": 0,
-    "inner_imports": 0,
-    "core_imports": 0,
-    "core_names": 0,
-    "private_torch": 0,
-    "any": 0,
-    "callables": 14,
-    "protocols": 0,
-    "run_assignments": 6,
-    "docstrings": 0,
-    "stale": 0,
-    "names": 6,
-    "tests_reach": 111,
-    "units_by_name": 92,
-    "closure": 160,
-    "walk files": 87,
-    "walk switches": 328,
-    "walk calls": 613,
-    "walk frames": 5,
-    "walk window": 63,
-    "any by type": 3,
-    "annexes": 0,
+PROMISES = (
+    *("layers", "callbacks", "cycles", "inner_imports", "core_imports", "core_names", "annexes"),
+    *("private_torch", "any", "protocols", "docstrings", "stale"),
+)
+"""Figures that are 0 at every commit."""
+
+LIMITS = dict.fromkeys(PROMISES, 0) | {
+    "callables": 20,
+    "run_assignments": 8,
+    "names": 10,
+    "tests_reach": 130,
+    "units_by_name": 110,
+    "closure": 200,
+    "walk frames": 6,
+    "walk window": 70,
+    "any by type": 5,
 }
+"""The last ones protect a user: the time that an import takes, the library's lines in a traceback, the calls of a step."""
+
+UNLIMITED = ("walk files", "walk switches", "walk calls")
+"""How the way to the first step is built. Whoever adds a call there owes nobody a number."""
+
 REPORTED = ("planted_faults", "sizes", "thin_files")
-"""The first has a file of its own, the others have no limit."""
+"""Checks that are not run here: the first has a file of its own, the others have no limit."""
 
 
-def problem(figure: Figure, limit: int) -> str:
-    """Why a figure is not at its limit, or nothing."""
-    if figure.value > limit:
-        return "\n".join((f"{figure.name}: {figure.value} {figure.unit}, at most {limit}", *figure.places))
-    if figure.value < limit:
-        return f"{figure.name}: {figure.value} {figure.unit}. Lower its limit in tests/house/test_architecture.py from {limit} to {figure.value}"
-    return ""
+def problem(figure: Figure) -> str:
+    """Why a figure is above its limit, or nothing."""
+    if figure.name in UNLIMITED or figure.value <= LIMITS[figure.name]:
+        return ""
+    return "\n".join((f"{figure.name}: {figure.value} {figure.unit}, at most {LIMITS[figure.name]}", *figure.places))
 
 
 CHECKED = [check for check in CHECKS if check not in REPORTED]
@@ -69,16 +64,16 @@ def figures() -> Iterator[dict[str, Future[list[Figure]]]]:
 
 
 @pytest.mark.parametrize("check", CHECKED)
-def test_the_figures_are_at_their_limits(figures: dict[str, Future[list[Figure]]], check: str) -> None:
-    problems = [problem(figure, LIMITS[figure.name]) for figure in figures[check].result()]
+def test_no_figure_is_above_its_limit(figures: dict[str, Future[list[Figure]]], check: str) -> None:
+    problems = [problem(figure) for figure in figures[check].result()]
     assert not any(problems), "\n".join(filter(None, problems))
 
 
-def test_a_figure_is_neither_above_nor_below_its_limit() -> None:
-    figure = Figure("names", 2, "pronouns", ("a.py:1 found", "b.py:2 each"))
-    assert problem(figure, 2) == ""
-    assert problem(figure, 1) == "names: 2 pronouns, at most 1\na.py:1 found\nb.py:2 each"
-    assert problem(figure, 3).endswith("from 3 to 2")
+def test_only_a_figure_above_its_limit_is_a_problem() -> None:
+    assert problem(Figure("names", 0, "pronouns")) == problem(Figure("names", 10, "pronouns")) == ""
+    assert problem(Figure("names", 11, "pronouns", ("a.py:1 found",))) == "names: 11 pronouns, at most 10\na.py:1 found"
+    assert problem(Figure("cycles", 1, "import cycles")) == "cycles: 1 import cycles, at most 0"
+    assert problem(Figure("walk calls", 10**6, "calls")) == ""
 
 
 LOGIC = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.Match, ast.comprehension)

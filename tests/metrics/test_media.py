@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import Callback, Fit, Run, TrainModule
-from engine.metrics.media import checked
+from engine.metrics.media import as_medium
 
 
 class Gallery(Callback):
@@ -83,13 +83,13 @@ def test_outside_a_run_nothing_is_recorded() -> None:
 
 
 def test_arrays_and_pictures_become_tensors() -> None:
-    assert checked("image", "a", numpy.zeros((2, 3), dtype="uint8")).shape == (2, 3)
-    assert checked("histogram", "a", [1, 2, 3]).tolist() == [1, 2, 3]
+    assert as_medium("image", "a", numpy.zeros((2, 3), dtype="uint8")).shape == (2, 3)
+    assert as_medium("histogram", "a", [1, 2, 3]).tolist() == [1, 2, 3]
     Image = pytest.importorskip("PIL.Image")
     picture = Image.new("RGB", (5, 4), (255, 0, 7))
-    assert checked("image", "a", picture)[:, 0, 0].tolist() == [255, 0, 7]
-    assert checked("image", "a", picture).shape == (3, 4, 5)
-    assert checked("image", "a", picture.convert("L")).shape == (4, 5)
+    assert as_medium("image", "a", picture)[:, 0, 0].tolist() == [255, 0, 7]
+    assert as_medium("image", "a", picture).shape == (3, 4, 5)
+    assert as_medium("image", "a", picture.convert("L")).shape == (4, 5)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,6 @@ def test_arrays_and_pictures_become_tensors() -> None:
 )
 def test_wrong_values_are_errors_that_name_them(kind: str, value: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        checked(kind, "name", value)
+        as_medium(kind, "name", value)
     with pytest.raises(TypeError, match="not empty"):
-        checked("text", "", "x")
+        as_medium("text", "", "x")

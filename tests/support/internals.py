@@ -1,6 +1,6 @@
 """Internal objects that several test files build: a class that is renamed costs one line here, and not one in each of them.
 
-At most 25 functions, which only construct. Beside them a test file imports internals of the module that it is named after, and of no other.
+At most 25 functions, which only construct. Beside them a new test file imports internals of the module that it is named after, and of no other.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ class DispatchedLoader(PaddedLoader):
             current, following = following, list(itertools.islice(batches, batches_per_step))
             last = not following or (len(following) < batches_per_step and self.drop_last)
             try:
-                yield joined(current), last
+                yield concatenated(current), last
             except RuntimeError as error:
                 raise RuntimeError(
                     "dispatch_batches: the batches of one step have different shapes; use dispatch_batches=False or split_batches=True"
@@ -228,7 +228,7 @@ class DispatchedLoader(PaddedLoader):
             rows, remainder = divmod(size, n)
             first = _sliced(batch, slice(0, n)) if first is None else first
             if last and remainder and not self.drop_last:
-                batch, rows = joined([batch, first]), rows + 1
+                batch, rows = concatenated([batch, first]), rows + 1
             rank_rows = slice(group.rank * rows, (group.rank + 1) * rows)
             rank_batch = self.slice_fn(batch, rank_rows, process_index=group.rank, num_processes=n)
             if last:
@@ -320,7 +320,7 @@ def _seeded(batches: Any, seedable: bool, seed: int | None, shared: bool) -> Any
     return batches
 
 
-def joined(trees: Sequence[Any], dim: int = 0) -> Any:
+def concatenated(trees: Sequence[Any], dim: int = 0) -> Any:
     """Concatenate trees of the same structure leaf by leaf along ``dim``."""
     other_leaves = [iter(leaves(tree)) for tree in trees[1:]]
     return map_tensors(

@@ -21,7 +21,7 @@ from engine.compat.lightning.pickled_checkpoint import FILE, write_checkpoint
 from engine.compat.refusals import refusing
 from engine.config.duration import NEVER
 from engine.config.kinds import WholeNumber
-from engine.config.settings import check
+from engine.config.settings import checked_setting
 from engine.utils.log import logger
 
 Device = torch.device | str | int | None
@@ -282,7 +282,7 @@ class GradientAccumulationScheduler(Callback):
     def __init__(self, scheduling: dict[int, int]) -> None:
         self.scheduling = scheduling
         try:
-            check("accumulate_grad_batches", scheduling)
+            checked_setting("accumulate_grad_batches", scheduling)
         except ValueError as error:
             raise ValueError(f"GradientAccumulationScheduler(scheduling={scheduling}): {error}") from None
 

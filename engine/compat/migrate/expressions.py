@@ -50,9 +50,9 @@ class Use:
     sentence: str
 
     @property
-    def place(self) -> tuple[int | None, int]:
+    def cell_and_line(self) -> tuple[int | None, int]:
         """The notebook cell (``None`` in a ``.py`` file) and the line."""
-        return self.source.place(getattr(self.node, "lineno", 1))
+        return self.source.cell_and_line(getattr(self.node, "lineno", 1))
 
 
 class Walker(ast.NodeVisitor):

@@ -126,7 +126,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "kind": item.kind,
                 "package": item.package,
                 "path": str(item.cls.source.path),
-                **_location(*item.cls.source.place(item.cls.node.lineno)),
+                **_location(*item.cls.source.cell_and_line(item.cls.node.lineno)),
                 "verdict": item.verdict,
                 "changes": [_use_entry(use) for use in (*item.uses, *item.inherited) if use.verdict == CHANGE],
             }
@@ -143,7 +143,7 @@ def _location(cell: int | None, line: int) -> dict[str, int]:
 def _use_entry(use: Use) -> dict[str, Any]:
     return {
         "path": str(use.source.path),
-        **_location(*use.place),
+        **_location(*use.cell_and_line),
         "class": None if use.owner is None else use.owner.name,
         "library": use.library,
         "name": use.name,

@@ -68,16 +68,16 @@ def _use_lines(uses: Sequence[Use]) -> Iterator[str]:
         names: dict[str, list[str]] = {}
         for use in uses:
             if use.verdict == verdict:
-                names.setdefault(use.name, []).append(_place(use))
+                names.setdefault(use.name, []).append(_cell_and_line(use))
         if names:
             yield f"    {verdict + ':':<9}{'; '.join(f'{name} {_joined(places)}' for name, places in names.items())}"
     for use in uses:
         if use.verdict == CHANGE:
-            yield f"    {CHANGE + ':':<9}line {_place(use)}: {use.name}: {use.sentence}"
+            yield f"    {CHANGE + ':':<9}line {_cell_and_line(use)}: {use.name}: {use.sentence}"
 
 
-def _place(use: Use) -> str:
-    cell, line = use.place
+def _cell_and_line(use: Use) -> str:
+    cell, line = use.cell_and_line
     return f"{line}" if cell is None else f"{cell}:{line}"
 
 

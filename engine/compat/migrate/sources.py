@@ -45,7 +45,7 @@ class Source:
     cells: tuple[tuple[int, int], ...] = ()
     above: tuple[str, ...] = ()
 
-    def place(self, line: int) -> tuple[int | None, int]:
+    def cell_and_line(self, line: int) -> tuple[int | None, int]:
         """Translate a line of ``tree`` to the number of the cell, counted from 1 over all cells (``None`` in a ``.py`` file), and the line in it."""
         if not self.cells:
             return None, line

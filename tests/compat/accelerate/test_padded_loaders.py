@@ -10,7 +10,7 @@ from support.ranks import ranks_of_file
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from engine import Engine
-from engine.compat.accelerate.padded_loaders import Loader, joined, padded, split_over
+from engine.compat.accelerate.padded_loaders import Loader, concatenated, padded, split_over
 
 
 class Numbers(Dataset[int]):
@@ -165,7 +165,7 @@ def test_trees_are_joined() -> None:
         {"a": torch.tensor([1]), "b": [torch.tensor([[2.0]])]},
         {"a": torch.tensor([3]), "b": [torch.tensor([[4.0]])]},
     ]
-    found = joined(trees)
+    found = concatenated(trees)
     assert (found["a"].tolist(), found["b"][0].tolist()) == ([1, 3], [[2.0], [4.0]])
 
 
@@ -179,7 +179,7 @@ def test_batches_of_one_step_fit_together() -> None:
     )
     assert [batch.shape for batch in loader] == [(2, 1), (2, 3)]
     with pytest.raises(RuntimeError):
-        joined([torch.zeros(2, 1), torch.zeros(2, 3)])
+        concatenated([torch.zeros(2, 1), torch.zeros(2, 3)])
 
 
 # -- on two ranks ---------------------------------------------------------------------------------------------------------------

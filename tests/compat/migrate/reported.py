@@ -23,7 +23,7 @@ def report_of(folder: Path, **files: str) -> Report:
 
 def uses_of(folder: Path, text: str) -> list[Line]:
     """Line, name and verdict of each use in one file, by line."""
-    return sorted((use.place[1], use.name, use.verdict) for use in report_of(folder, net=text).uses)
+    return sorted((use.cell_and_line[1], use.name, use.verdict) for use in report_of(folder, net=text).uses)
 
 
 def classes(report: Report) -> dict[str, tuple[str, str]]:

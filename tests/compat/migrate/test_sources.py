@@ -82,7 +82,7 @@ def test_a_notebook(tmp_path: Path) -> None:
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells, "nbformat": 4}))
     (source,), unread = read([tmp_path / "a.ipynb"])
     assert [each.message for each in unread] == ["cell 4: not valid Python: invalid syntax"]
-    places = [source.place(each.lineno) for each in source.tree.body]
+    places = [source.cell_and_line(each.lineno) for each in source.tree.body]
     assert places == [(2, 1), (2, 2), (2, 3), (5, 1), (5, 2), (5, 4), (5, 5), (5, 6)]
 
 
@@ -101,7 +101,7 @@ def test_a_malformed_cell_costs_itself_alone(tmp_path: Path) -> None:
     assert [each.message.split(":")[0] for each in unread] == [f"cell {number}" for number in range(2, 12)]
     assert "cell 2: ValueError: it is of type int, not a mapping" in unread[0].message
     assert "cell 6: ValueError: its source is not text" in unread[4].message
-    numbers = [source.place(statement.lineno) for statement in source.tree.body]
+    numbers = [source.cell_and_line(statement.lineno) for statement in source.tree.body]
     assert [numbers[0], numbers[-1]] == [(1, 1), (15, 3)]  # lines as an editor counts them
 
 
@@ -189,6 +189,6 @@ def test_places_in_a_notebook_take_time_that_grows_with_its_cells(tmp_path: Path
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
     ((source,), _) = read([tmp_path])
     began = time.process_time()
-    assert [source.place(line) for line in range(1, 10_001)] == [(number, 1) for number in range(1, 10_001)]
+    assert [source.cell_and_line(line) for line in range(1, 10_001)] == [(number, 1) for number in range(1, 10_001)]
     assert len({source for _ in range(10_000)}) == 1
     assert time.process_time() - began < 1  # 0.02 s; 9 s where each place and each hash walked over all cells

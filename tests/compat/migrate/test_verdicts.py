@@ -127,7 +127,7 @@ def test_values_that_a_run_takes_or_computes(tmp_path: Path) -> None:
 )
 def test_what_stays_different_is_foreseen(text: str, line: int, name: str, said: str, tmp_path: Path) -> None:
     found = [use for use in report_of(tmp_path, net=HEAD + text).uses if use.verdict == CHANGE]
-    assert [(use.place[1], use.name) for use in found] == [(line, name)]
+    assert [(use.cell_and_line[1], use.name) for use in found] == [(line, name)]
     assert said in found[0].sentence
 
 
