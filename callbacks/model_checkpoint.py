@@ -153,7 +153,7 @@ class ModelCheckpoint(Callback):
         # Another folder may have other checkpoints with the same names.
         existing_names = run.checkpoint_names() if run.continues_in_place else set()
         self._keep_only({step for step, name in self.names.items() if name in existing_names})
-        self._publish(run)
+        self._set_best_and_last(run)
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         # Between the micro-batches of a window there is no complete step to save.
@@ -185,7 +185,7 @@ class ModelCheckpoint(Callback):
                 # The checkpoint was lost: now its error ends the run.
                 run.save_checkpoint(self._name(run, self._metrics(run)))
         self._training = False
-        self._publish(run)
+        self._set_best_and_last(run)
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
         """Save the last complete step, if that needs only this process."""
@@ -283,7 +283,7 @@ class ModelCheckpoint(Callback):
         self._save_under_way = (step, *earlier)
         if not self.asynchronous:
             self._catch_up(run)
-        self._publish(run)
+        self._set_best_and_last(run)
 
     def _catch_up(self, run: Run) -> None:
         """Wait for the checkpoint in progress. If it was lost, keep the checkpoints that it would have replaced."""
@@ -294,7 +294,7 @@ class ModelCheckpoint(Callback):
             if self.names.get(step) in lost:
                 self.scores, self.names = scores, names
                 self.permanent &= scores.keys()
-            self._publish(run)
+            self._set_best_and_last(run)
 
     def _keep_only(self, steps: set[int]) -> None:
         self.scores = {step: score for step, score in self.scores.items() if step in steps}
@@ -352,7 +352,7 @@ class ModelCheckpoint(Callback):
         )
         return steps | {max(scores)} if self.save_last else steps
 
-    def _publish(self, run: Run) -> None:
+    def _set_best_and_last(self, run: Run) -> None:
         """Tell the run which complete checkpoints are the best and the last."""
         unfinished_step = None if self._save_under_way is None or not self.asynchronous else self._save_under_way[0]
         names = {step: name for step, name in _kept_names_by_step(run).items() if step != unfinished_step}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,15 @@ from engine.checkpoint.resume import (
     check_optimizers,
     check_samples,
     configure,
-    describe,
     fitting,
     load_scheduler,
     opening,
     rebase,
 )
 from engine.checkpoint.retention import CheckpointFolder
+from engine.checkpoint.state_forms import Fields
 from engine.checkpoint.storage_paths import split_path
-from engine.checkpoint.writer import CheckpointWriter
+from engine.checkpoint.writer import CheckpointWriter, SaveRequest
 from engine.distributed.collectives import all_or_none
 from engine.prepared import Prepared
 from engine.step.optimizers import counters
@@ -34,11 +34,35 @@ from engine.utils.log import logger
 from engine.utils.seed import capture, restore
 
 
-class EngineSnapshot:
-    """Collects the state of the objects that an engine has prepared, and restores it in a fixed order of steps.
+@dataclass(frozen=True)
+class Trained:
+    """The model, optimizers and schedulers whose states a checkpoint has."""
 
-    A run uses the subclass :class:`engine.loop.run_snapshot.RunSnapshot`, which overrides the module, optimizers, schedulers, positions and streams
-    to save, replaces ``restore_weights``, ``check_counts``, ``check`` and ``restore_place``, and extends the other steps by the run's own state.
+    module: nn.Module
+    """The module whose parameter names the checkpoint uses."""
+    optimizers: Sequence[Any]
+    schedulers: Sequence[Any]
+    """The learning rate schedulers."""
+
+    def kinds(self) -> dict[str, list[str]]:
+        """The class names of optimizers and schedulers, which are saved because another class would load a state and ignore what it does not know."""
+        return {
+            "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
+            "schedulers": [type(scheduler).__name__ for scheduler in self.schedulers],
+        }
+
+    def hyperparameters(self) -> list[list[dict[str, Any]]]:
+        """The current hyperparameters of each optimizer's parameter groups."""
+        return [
+            [{k: v for k, v in group.items() if k not in {"params", *counters(o)}} for group in o.param_groups]
+            for o in self.optimizers
+        ]
+
+
+class EngineSnapshot:
+    """Collects and restores the state that one engine has, in the parts that both doors save.
+
+    :class:`EngineCheckpoints` adds the loaders of a user's own loop, :class:`engine.loop.run_snapshot.RunSnapshot` the state of a run.
 
     Args:
         scaler: what :meth:`engine.strategies.base.Strategy.scaler` returned.
@@ -46,105 +70,60 @@ class EngineSnapshot:
 
     def __init__(self, prepared: Prepared, scaler: Scaler | None) -> None:
         self._prepared, self._scaler = prepared, scaler
-
-    @property
-    def module(self) -> nn.Module:
-        """The module whose parameter names the checkpoint uses."""
-        return self._prepared.whole_module()
-
-    @property
-    def optimizers(self) -> Sequence[Any]:
-        """The optimizers to save."""
-        return self._prepared.optimizers
-
-    @property
-    def schedulers(self) -> list[Any]:
-        """The learning rate schedulers to save."""
-        return [scheduler.scheduler for scheduler in self._prepared.schedulers]
+        self._strategy, self._agreement = prepared.strategy, prepared.window.weights.agreement
 
     # -- collecting -----------------------------------------------------------------------------------------------------------------------
 
-    def content(self, facts: Mapping[str, Any], left_out: Sequence[nn.Module] = ()) -> Content:
+    def shared(self, trained: Trained, loaders: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The state that all ranks share, in the form of :mod:`engine.checkpoint.state_forms`.
+
+        Args:
+            loaders: each loader's position in its data.
+        """
+        return {
+            "seed": self._prepared.seed,
+            "schedulers": [scheduler.state_dict() for scheduler in trained.schedulers],
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "window": self._agreement.state_dict(),
+            "registered": [item.state_dict() for item in self._prepared.registered],
+            "loaders": list(loaders),
+            "kinds": trained.kinds(),
+        }
+
+    def content(
+        self,
+        model: nn.Module,
+        trained: Trained,
+        *,
+        shared: Mapping[str, Any],
+        streams: Sequence[Any],
+        facts: Mapping[str, Any],
+    ) -> Content:
         """Collect what this rank contributes to a checkpoint now.
 
         Args:
+            model: the part of ``trained.module`` whose weights are saved here.
+            shared: the result of :meth:`shared`, perhaps with more entries.
+            streams: by loader, the state that it needs in addition to its position, as streams do; ``None``: the position is enough.
             facts: small JSON values for the manifest.
-            left_out: prepared models whose weights are saved elsewhere.
         """
-        return self._collected(self._prepared.without(left_out), self.shared(), facts)
-
-    def _collected(self, model: nn.Module, shared: dict[str, Any], facts: Mapping[str, Any]) -> Content:
-        strategy, module = self._prepared.strategy, self.module
+        strategy = self._strategy
         return Content(
             model=strategy.model_parts(model),
-            optimizers={str(i): strategy.optimizer_parts(o, module) for i, o in enumerate(self.optimizers)},
+            optimizers={str(i): strategy.optimizer_parts(o, trained.module) for i, o in enumerate(trained.optimizers)},
             shared=shared,
-            of_rank=self.of_rank(),
+            of_rank={"place": self._data_rank(), "rng": capture(), "streams": list(streams)},
             facts=facts,
             parts_differ=strategy.parts_differ,
-            changed_by_steps=trained_by(self.optimizers),
+            changed_by_steps=trained_by(trained.optimizers),
         )
 
-    def shared(self) -> dict[str, Any]:
-        """The state that all ranks share, in the form of :mod:`engine.checkpoint.state_forms`."""
-        return {
-            "seed": self._prepared.seed,
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
-            "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "window": self._prepared.window.weights.agreement.state_dict(),
-            "registered": [item.state_dict() for item in self._prepared.registered],
-            "loaders": self.positions(),
-            "kinds": describe(self.optimizers, self.schedulers),
-        }
-
-    def of_rank(self) -> dict[str, Any]:
-        """The state that belongs to this rank alone."""
-        return {"place": self.place(), "rng": capture(), "streams": self.streams()}
-
-    def place(self) -> list[int]:
+    def _data_rank(self) -> list[int]:
         """The number of ranks that see different data, this rank's index among them, and 1 if its losses count, else 0."""
-        group = self._prepared.strategy.data_group
-        return [group.world_size, group.rank, int(self._prepared.strategy.is_counted)]
-
-    def positions(self) -> list[dict[str, Any]]:
-        """The loaders' positions in their data."""
-        states = [{**loader.state_dict(), "samples": loader.samples} for loader in self._prepared.loaders]
-        return [{name: value for name, value in state.items() if name != "stream"} for state in states]
-
-    def streams(self) -> list[Any]:
-        """By loader, the state that it needs in addition to its position, as streams do; ``None``: the position is enough."""
-        return [loader.state_dict()["stream"] for loader in self._prepared.loaders]
+        group = self._strategy.data_group
+        return [group.world_size, group.rank, int(self._strategy.is_counted)]
 
     # -- restoring ------------------------------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def restoring(self, loaded: Loaded, how: Resume, left_out: Sequence[nn.Module] = ()) -> Iterator[None]:
-        """Restore an open checkpoint; all ranks enter this together.
-
-        Optimizers, schedulers and the state of each rank are restored only after the block, in which hooks of a run may add parameter groups. Random
-        number states come last, because restoring something else may draw random numbers.
-
-        Args:
-            left_out: prepared models whose weights are loaded elsewhere.
-
-        Raises:
-            ValueError: the checkpoint does not fit the prepared objects; the message names the object.
-        """
-        self.restore_weights(loaded, how.strict, left_out)
-        self.restore_seed(loaded)
-        all_or_none(self._prepared.group, partial(self.check_counts, loaded))  # raises on all ranks if it does on one
-        self.restore_shared(loaded)
-        yield
-        all_or_none(self._prepared.group, partial(self.check, loaded, how))
-        if how.optimizer:
-            self.restore_optimizers(loaded, how)
-        self.restore_rank(loaded)
-
-    def restore_weights(self, loaded: Loaded, strict: bool, left_out: Sequence[nn.Module] = ()) -> None:
-        """Load the models' weights. ``strict``, ``left_out``: as in :meth:`restoring`."""
-        report = self._prepared.strategy.load_model(self._prepared.without(left_out), loaded.source, strict)
-        if report:
-            logger.warning("%s fits in part: %s", loaded.path, report)
 
     def restore_seed(self, loaded: Loaded) -> None:
         """Restore the seed of the data order."""
@@ -161,7 +140,7 @@ class EngineSnapshot:
         if self._scaler is not None and shared["scaler"]:
             loaded.load_into("the loss scaler", self._scaler.load_state_dict, shared["scaler"])
         if shared.get("window") is not None:
-            loaded.load_into("the window", self._prepared.window.weights.agreement.load_state_dict, shared["window"])
+            loaded.load_into("the window", self._agreement.load_state_dict, shared["window"])
         loaded.load_into("objects that are registered", self._restore_registered, shared["registered"])
 
     def _restore_registered(self, states: list[Any]) -> None:
@@ -175,30 +154,11 @@ class EngineSnapshot:
         for item, state in zip(registered, states, strict=True):
             item.load_state_dict(state)
 
-    def check_counts(self, loaded: Loaded) -> None:
-        """Check that as many optimizers, schedulers and loaders were prepared as the checkpoint has."""
-        prepared, shared, source = self._prepared, loaded.shared, loaded.source
-        counts = (len(self.optimizers), len(self.schedulers), len(prepared.loaders))
-        # A run saves the position of its training loader alone; it goes to the first loader, and any others start from the beginning.
-        loaders = max(counts[2], 1) if loaded.saved_by_run else len(shared["loaders"])
-        saved = (len(source.optim), len(shared["schedulers"]), loaders)
-        if saved != counts:
-            raise ValueError(
-                f"{loaded.path} has (optimizers, schedulers, loaders) = {saved}, and {counts} were prepared: prepare the same objects before loading"
-            )
-
-    def check(self, loaded: Loaded, how: Resume) -> None:
-        """Check that the optimizers, the schedulers and the data match the checkpoint's."""
-        check_optimizers(loaded, self.optimizers, self.schedulers, how)
-        for loader, state in zip(self._prepared.loaders, loaded.shared["loaders"], strict=False):
-            if state["position"]:
-                check_samples(loaded.path, state.get("samples"), loader.samples, state["position"], how.strict)
-
-    def restore_optimizers(self, loaded: Loaded, how: Resume) -> None:
-        """Restore optimizers and schedulers, after :meth:`check`."""
-        source, module, strategy = loaded.source, self.module, self._prepared.strategy
-        configured_groups = self.hyperparameters()
-        for index, optimizer in enumerate(self.optimizers):
+    def restore_optimizers(self, loaded: Loaded, how: Resume, trained: Trained) -> None:
+        """Restore optimizers and schedulers, which :func:`engine.checkpoint.resume.check_optimizers` has accepted."""
+        source, module, strategy = loaded.source, trained.module, self._strategy
+        configured_groups = trained.hyperparameters()
+        for index, optimizer in enumerate(trained.optimizers):
             state = source.optim[str(index)]
             if not how.strict:
                 shapes = {name: strategy.whole_shape(parameter) for name, parameter in module.named_parameters()}
@@ -206,36 +166,21 @@ class EngineSnapshot:
             load = partial(strategy.load_optimizer, optimizer, module, source=source)
             loaded.load_into(f"optimizer {index} ({type(optimizer).__name__})", load, state)
         for index, state in enumerate(loaded.shared["schedulers"]):
-            load_scheduler(loaded, index, self.schedulers[index], state)
+            load_scheduler(loaded, index, trained.schedulers[index], state)
         if how.hyperparameters == "configured":
-            for optimizer, groups in zip(self.optimizers, configured_groups, strict=True):
+            for optimizer, groups in zip(trained.optimizers, configured_groups, strict=True):
                 configure(optimizer, groups)
-            for scheduler in self.schedulers:
+            for scheduler in trained.schedulers:
                 rebase(scheduler)
 
-    def hyperparameters(self) -> list[list[dict[str, Any]]]:
-        """The current hyperparameters of each optimizer's parameter groups."""
-        return [
-            [{k: v for k, v in group.items() if k not in {"params", *counters(o)}} for group in o.param_groups]
-            for o in self.optimizers
-        ]
+    def own_state(self, loaded: Loaded) -> Fields | None:
+        """What this rank has saved itself; ``None``, on all ranks, if the ranks are not those that saved. A collective."""
+        return loaded.of_same_rank(self._data_rank())
 
-    def restore_rank(self, loaded: Loaded) -> None:
-        """Restore the position in the data and, if the ranks are the same as before, the random number states."""
-        same_place = loaded.of_same_place(self.place())
-        self.restore_place(loaded, same_place)
-        if same_place is not None:
-            loaded.load_into("random generators", restore, same_place["rng"])
-
-    def restore_place(self, loaded: Loaded, same_place: Any) -> None:
-        """Restore each loader's position in its data; ``same_place``: this rank's saved state, ``None`` if the ranks are not the same as before."""
-        prepared, shared = self._prepared, loaded.shared
-        rank_state = loaded.of_rank(0) if same_place is None else same_place
-        # A converted checkpoint has no rank's state.
-        streams = [None] * len(shared["loaders"]) if rank_state is None else rank_state["streams"]
-        for loader, state, stream in zip(prepared.loaders, shared["loaders"], streams, strict=False):
-            loader.reseed(prepared.seed, state.get("order"))
-            loader.load_state_dict({**state, "stream": stream})
+    def restore_random_numbers(self, loaded: Loaded, own_state: Fields | None) -> None:
+        """Restore the states of the random number generators from :meth:`own_state`; if there is none, they stay those of a new run."""
+        if own_state is not None:
+            loaded.load_into("random generators", restore, own_state["rng"])
 
 
 class EngineCheckpoints:
@@ -255,10 +200,27 @@ class EngineCheckpoints:
         if self._folder is None or self._folder.storage.root != storage.root:
             self.wait()
             self._folder = CheckpointFolder(self._prepared.group, storage)
-        path = self._writer.save(self._folder, name, self._snapshot.content(facts, left_out), asynchronous=not wait)
+        request = SaveRequest(name, asynchronous=not wait)
+        path = self._writer.save(self._folder, self._content(facts, left_out), request)
         if not wait:
-            stepper.before_step(self._writer.hold)
+            stepper.before_step(self._writer.before_step)
         return path
+
+    def _content(self, facts: Mapping[str, Any], left_out: Sequence[nn.Module]) -> Content:
+        """Collect what this rank contributes to a checkpoint now. ``left_out``: as in :meth:`save`."""
+        model, trained, loaders = self._prepared.without(left_out), self._trained(), self._prepared.loaders
+        states = [loader.state_dict() for loader in loaders]
+        streams = [state["stream"] for state in states]
+        positions = [
+            {**{name: value for name, value in state.items() if name != "stream"}, "samples": loader.samples}
+            for state, loader in zip(states, loaders, strict=True)
+        ]
+        shared = self._snapshot.shared(trained, positions)
+        return self._snapshot.content(model, trained, shared=shared, streams=streams, facts=facts)
+
+    def _trained(self) -> Trained:
+        prepared = self._prepared
+        return Trained(prepared.whole_module(), prepared.optimizers, [entry.scheduler for entry in prepared.schedulers])
 
     def wait(self) -> None:
         """Wait until the checkpoint in progress is complete.
@@ -270,12 +232,64 @@ class EngineCheckpoints:
             self._writer.wait(self._folder)
 
     def load(self, input_dir: str | Path, strict: bool, left_out: Sequence[nn.Module] = ()) -> dict[str, Any]:
-        """Load as :meth:`engine.Engine.load_state` does; ``left_out``: prepared models whose weights are loaded elsewhere."""
+        """Load as :meth:`engine.Engine.load_state` does; ``left_out``: prepared models whose weights are loaded elsewhere.
+
+        A run does the same in :func:`engine.loop.run_resume.resume_run`, with hooks and its own state.
+        """
         self.wait()
         storage, _ = split_path(input_dir)
-        with opening(self._prepared.group, storage, str(input_dir)) as loaded:
-            with self._snapshot.restoring(loaded, Resume(input_dir, strict=strict), left_out):
-                if unused := [name for name in ("callbacks", "datamodule", "user") if loaded.shared.get(name)]:
-                    names = ", ".join(unused)
-                    logger.warning("%s was saved by a run; your own loop does not use its %s", input_dir, names)
+        group, snapshot, how = self._prepared.group, self._snapshot, Resume(input_dir, strict=strict)
+        with opening(group, storage, str(input_dir)) as loaded:
+            self._load_weights(loaded, strict, left_out)
+            trained = self._trained()
+            snapshot.restore_seed(loaded)
+            all_or_none(group, partial(self._check_counts, loaded, trained))  # raises on all ranks if it does on one
+            snapshot.restore_shared(loaded)
+            _warn_about_unused(loaded, input_dir)
+            all_or_none(group, partial(self._check, loaded, how, trained))
+            snapshot.restore_optimizers(loaded, how, trained)
+            own_state = snapshot.own_state(loaded)
+            self._restore_loaders(loaded, own_state)
+            snapshot.restore_random_numbers(loaded, own_state)  # last: restoring something else may draw some
             return loaded.manifest
+
+    def _load_weights(self, loaded: Loaded, strict: bool, left_out: Sequence[nn.Module]) -> None:
+        report = self._prepared.strategy.load_model(self._prepared.without(left_out), loaded.source, strict)
+        if report:
+            logger.warning("%s fits in part: %s", loaded.path, report)
+
+    def _check_counts(self, loaded: Loaded, trained: Trained) -> None:
+        """Check that as many optimizers, schedulers and loaders were prepared as the checkpoint has."""
+        prepared, shared, source = self._prepared, loaded.shared, loaded.source
+        counts = (len(trained.optimizers), len(trained.schedulers), len(prepared.loaders))
+        # A run saves the position of its training loader alone; it goes to the first loader, and any others start from the beginning.
+        loaders = max(counts[2], 1) if loaded.saved_by_run else len(shared["loaders"])
+        saved = (len(source.optim), len(shared["schedulers"]), loaders)
+        if saved != counts:
+            raise ValueError(
+                f"{loaded.path} has (optimizers, schedulers, loaders) = {saved}, and {counts} were prepared: prepare the same objects before loading"
+            )
+
+    def _check(self, loaded: Loaded, how: Resume, trained: Trained) -> None:
+        """Check that the optimizers, the schedulers and the data match the checkpoint's."""
+        check_optimizers(loaded, trained.optimizers, trained.schedulers, how)
+        for loader, state in zip(self._prepared.loaders, loaded.shared["loaders"], strict=False):
+            if state["position"]:
+                check_samples(loaded.path, state.get("samples"), loader.samples, state["position"], how.strict)
+
+    def _restore_loaders(self, loaded: Loaded, own_state: Fields | None) -> None:
+        """Restore each loader's position in its data; a stream continues from rank 0's state if the ranks are not those that saved."""
+        prepared, shared = self._prepared, loaded.shared
+        rank_state = loaded.of_rank(0) if own_state is None else own_state
+        # A converted checkpoint has no rank's state.
+        streams = [None] * len(shared["loaders"]) if rank_state is None else rank_state["streams"]
+        for loader, state, stream in zip(prepared.loaders, shared["loaders"], streams, strict=False):
+            loader.reseed(prepared.seed, state.get("order"))
+            loader.load_state_dict({**state, "stream": stream})
+
+
+def _warn_about_unused(loaded: Loaded, input_dir: str | Path) -> None:
+    """Warn about what a run has saved and a user's own loop does not restore."""
+    if unused := [name for name in ("callbacks", "datamodule", "user") if loaded.shared.get(name)]:
+        names = ", ".join(unused)
+        logger.warning("%s was saved by a run; your own loop does not use its %s", input_dir, names)

@@ -265,7 +265,7 @@ def test_the_global_batch_holds_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limits", [{}, {"max_epochs": 1000}, {"max_steps": 10**6}])
 def test_max_time(tmp_path: Path, limits: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("engine.distributed.stop_agreement.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("engine.distributed.agreement.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(Weight):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:

@@ -41,8 +41,9 @@ class Content:
     """Additional facts for the manifest: small JSON values."""
     parts_differ: bool = False
     """True if the ranks hold tensors of different names; the value is the same on all ranks."""
-    changed_by_steps: Set[int] = frozenset()
-    """The ``id`` of each parameter that nothing but optimizer steps changes."""
+    changed_by_steps: Set[int] | None = frozenset()
+    """The ``id`` of each parameter that nothing but optimizer steps changes; optimizer states and other weights are taken to change in steps only.
+    ``None``: all of them may change at any time, so everything is copied before an asynchronous save returns."""
     other_weights: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Weights besides the trained ones, such as averages: ``{name of the weights: {name in the model: tensor}}``, with the same names of weights on
     all ranks. The tensors must not change before :meth:`engine.checkpoint.writer.CheckpointWriter.hold`."""
@@ -99,8 +100,9 @@ class PackedContent:
             self._to_merge.append(OTHER_WEIGHTS)
         own_tensors = {f"model/{n}": t for n, t in tensors.items()} | {f"optim/{n}": t for n, t in states.items()}
         self.parts = parts_of(own_tensors | other_tensors)
-        trained = (f"model/{n}" for n, t in tensors.items() if id(t) in content.changed_by_steps)
-        self.late = {*(f"optim/{n}" for n in states), *trained, *other_tensors}
+        if content.changed_by_steps is not None:
+            trained = (f"model/{n}" for n, t in tensors.items() if id(t) in content.changed_by_steps)
+            self.late = {*(f"optim/{n}" for n in states), *trained, *other_tensors}
         # Where ranks may have different values, such as batch statistics, rank 0's are saved.
         varying = {n for n, t in tensors.items() if not isinstance(t, nn.Parameter)}
         fixed = {f"model/{n}" for n in varying} | {key for key in other_tensors if key.split("/", 2)[2] in varying}

@@ -129,15 +129,15 @@ class Loaded:
                 f"{self.path}: the saved state does not fit {what}: {type(error).__name__}: {terminal_text(error)}"
             ) from error
 
-    def of_same_place(self, position: Any) -> Fields | None:
-        """This rank's saved state if every rank has the same position among the ranks as when it saved; else ``None``, on all ranks.
+    def of_same_rank(self, data_rank: Sequence[int]) -> Fields | None:
+        """This rank's saved state if every rank is the same one as when it saved; else ``None``, on all ranks. A collective.
 
         Args:
-            position: this rank's position (JSON), in the form of the state's ``"place"``.
+            data_rank: which rank this is among those that see different data, in the form of the state's ``"place"``.
         """
         same_world = self.manifest["world_size"] == self._group.world_size
         state = self.of_rank(self._group.rank) if same_world else None
-        return state if all(gather_json(self._group, state is not None and state["place"] == position)) else None
+        return state if all(gather_json(self._group, state is not None and state["place"] == data_rank)) else None
 
     def of_all_ranks(self) -> list[Any]:
         """The own states of all ranks that saved; empty for a converted checkpoint."""
@@ -203,17 +203,6 @@ def opening(
         f"{argument}={checkpoint!r}: {problem} can be used; these exist:{listed}\n"
         "Repair them, give the path of another one, or move them away to start from step 0"
     )
-
-
-def name_of(path: str | Path) -> str:
-    """The name of a checkpoint, from its path or URL."""
-    return str(path).rstrip("/").rpartition("/")[2]
-
-
-def describe(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> dict[str, Any]:
-    """The class names of optimizers and schedulers, which checkpoints save: another class would load a state, and ignore what it does not know."""
-    names = [[type(item).__name__ for item in objects] for objects in (optimizers, schedulers)]
-    return dict(zip(("optimizers", "schedulers"), names, strict=True))
 
 
 _OPTIONAL_HYPERPARAMETERS = frozenset(

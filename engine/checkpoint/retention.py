@@ -12,8 +12,8 @@ from engine.checkpoint.files import DamagedCheckpoint, is_entry
 from engine.checkpoint.manifest import SHARED
 from engine.checkpoint.storage import Storage
 from engine.checkpoint.storage_paths import split_path
+from engine.distributed.agreement import Agreement
 from engine.distributed.group import Group
-from engine.distributed.stop_agreement import Agreement
 from engine.utils.log import logger
 
 
@@ -29,7 +29,7 @@ class CheckpointFolder:
     storage: Storage
     """The storage of the folder."""
     agreement: Agreement | None = None
-    """Notified of each of the :attr:`events`, perhaps by the writing thread; ``None``: no events are recorded."""
+    """Told of each of the :attr:`events` as news, perhaps by the writing thread; ``None``: no events are recorded."""
     max_failures: int = 1
     """The number of consecutive failed asynchronous saves that is an error; fewer are only logged."""
     lost: set[str] = field(default_factory=set)

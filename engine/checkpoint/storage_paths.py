@@ -26,3 +26,8 @@ def split_path(path: str | Path) -> tuple[Storage, str]:
         return RemoteStorage(root), name
     local_path = Path(path)
     return (OneFileStorage if is_one_file(local_path) else LocalStorage)(local_path.parent), local_path.name
+
+
+def name_of(path: str | Path) -> str:
+    """The name of a checkpoint, from its path or URL."""
+    return str(path).rstrip("/").rpartition("/")[2]

@@ -34,6 +34,22 @@ _open: weakref.WeakSet[CheckpointWriter] = weakref.WeakSet()
 """The writers of this process that have saved asynchronously."""
 
 
+@dataclass(frozen=True)
+class SaveRequest:
+    """How a checkpoint is to be saved; see the arguments of :meth:`engine.Run.save_checkpoint`."""
+
+    name: str
+    """The name of the checkpoint folder."""
+    score: Mapping[str, Any] | None = None
+    """``{"monitor": name, "mode": "min", "value": number}``, which the content's facts have too; ``None``: no score."""
+    asynchronous: bool = False
+    """Return when copies have started; :meth:`CheckpointWriter.wait` reports errors."""
+    tolerant: bool = False
+    """Count a failed write as :meth:`CheckpointWriter.wait` does, rather than raise its error."""
+    remove: Sequence[str] = ()
+    """Names of checkpoints in the same folder to delete once this one is complete."""
+
+
 @dataclass
 class _Job:
     """A checkpoint in progress. Its content does not change while the training continues, except for tensors that are not copied yet."""
@@ -74,43 +90,27 @@ class CheckpointWriter:
 
     # -- saving -----------------------------------------------------------------------------------------------------------------
 
-    def save(
-        self,
-        folder: CheckpointFolder,
-        name: str,
-        content: Content,
-        *,
-        asynchronous: bool = False,
-        tolerant: bool = False,
-        remove: Sequence[str] = (),
-        only_steps_change: bool = True,
-    ) -> Path | str:
-        """Write the checkpoint ``name`` in ``folder``; all ranks call this together.
-
-        Args:
-            asynchronous: return when copies have started; :meth:`wait` reports errors.
-            tolerant: count a failed write as :meth:`wait` does, rather than raise its error.
-            remove: names of checkpoints in ``folder`` to delete once this one is complete.
-            only_steps_change: whether parameters and optimizer states stay unchanged until :meth:`hold`.
+    def save(self, folder: CheckpointFolder, content: Content, request: SaveRequest) -> Path | str:
+        """Write ``content`` as a checkpoint in ``folder``; all ranks call this together.
 
         Returns:
             The path or URL of the checkpoint.
 
         Raises:
             TypeError: a value cannot be stored; the message says where it is.
-            OSError: the disk is full, a permission is missing, and the like; not with ``asynchronous`` or ``tolerant``.
+            OSError: the disk is full, a permission is missing, and the like; not if the request is asynchronous or tolerant.
             RankError: another rank failed; the message has its error. There is no new checkpoint then, and earlier ones are unchanged.
         """
         self.wait(folder)
-        job, late = self._prepare(folder, name, content, remove)
+        job, late = self._prepare(folder, content, request)
         folder.lost.discard(job.name)
-        if asynchronous:
-            self._write_in_thread(job, late if only_steps_change else set())
+        if request.asynchronous:
+            self._write_in_thread(job, late)
             return folder.storage.path(job.name)
         try:
             self._write(job, self.group)
         except Exception as error:
-            if not tolerant:
+            if not request.tolerant:
                 raise
             folder.ended(job.name, error)
             folder.raise_error()
@@ -148,11 +148,6 @@ class CheckpointWriter:
                     target=self._serve, args=(self._thread_group,), name="checkpoint", daemon=True
                 )
                 self._thread.start()
-
-    def hold(self) -> None:
-        """Wait until tensors may change, because the checkpoint in progress has copied them."""
-        if self._job is not None and self._job.staging is not None:
-            self._job.staging.hold()
 
     def wait(self, folder: CheckpointFolder, timeout: float | None = None) -> None:
         """Wait for the checkpoint in progress, in any folder, and delete the checkpoints whose removal from ``folder`` is pending.
@@ -193,9 +188,7 @@ class CheckpointWriter:
             self._staging.close()
         self._staging = self._rows = None
 
-    def _prepare(
-        self, folder: CheckpointFolder, name: str, content: Content, remove: Sequence[str]
-    ) -> tuple[_Job, set[str]]:
+    def _prepare(self, folder: CheckpointFolder, content: Content, request: SaveRequest) -> tuple[_Job, set[str]]:
         """Do all that must happen before the training continues: the ranks agree that everything can be stored, and on who writes what.
 
         Returns:
@@ -205,7 +198,7 @@ class CheckpointWriter:
 
         def work() -> list[Any]:
             packed.pack(content)
-            return [packed.rows == self._rows, folder.free_name(name) if self.group.is_main else None]
+            return [packed.rows == self._rows, folder.free_name(request.name) if self.group.is_main else None]
 
         answers = all_or_none(self.group, work)
         if not all(is_unchanged for is_unchanged, _ in answers):
@@ -213,8 +206,30 @@ class CheckpointWriter:
         packed.merge_trees()
         own_parts = {key: part for key, part in packed.parts.items() if key in self._own_names}
         joined = self.group.world_size == 1 and _is_small(own_parts, packed.trees)
-        job = _Job(folder, answers[0][1], own_parts, packed.trees, packed.facts, list(remove), joined)
+        job = _Job(folder, answers[0][1], own_parts, packed.trees, packed.facts, list(request.remove), joined)
         return job, packed.late
+
+    # -- who may change weights while they are copied -----------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Wait until tensors may change, because the checkpoint in progress has copied them.
+
+        An asynchronous save returns before it has copied parameters, optimizer states and other weights. Whatever changes them waits here first: this
+        library by the names below, callbacks and users by ``run.saver.hold()`` (:class:`callbacks.WeightAveraging` before it updates averages).
+        Where they may change at any time, as in manual optimization, :attr:`engine.checkpoint.content.Content.changed_by_steps` is ``None``, and a
+        save returns after it has copied everything.
+        """
+        if self._job is not None and self._job.staging is not None:
+            self._job.staging.hold()
+
+    before_step = hold
+    """For the next optimizer step: each asynchronous save hands this to :meth:`engine.Engine.before_step`."""
+    before_closures = hold
+    """For the module's ``optimizer_step``: an optimizer changes parameters between its evaluations of the loss, before the step itself."""
+    before_hooks = hold
+    """For hooks that may change weights: those of :data:`engine.loop.hooks.WEIGHT_CHANGING_EVENTS`."""
+    before_validation = hold
+    """For validations, at whose start callbacks may swap the weights."""
 
     # -- on the writing thread ----------------------------------------------------------------------------------------------
 

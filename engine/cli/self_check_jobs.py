@@ -20,13 +20,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from engine.callback import Callback
 from engine.config.settings import Settings
 from engine.distributed import collectives, process_groups
+from engine.distributed.agreement import Agreement, Stopwatch
 from engine.distributed.environments import detect
 from engine.distributed.group import Group
 from engine.distributed.join import join_alone
-from engine.distributed.stop_agreement import STOP, Agreement, Stopwatch
 from engine.fit import Fit
 from engine.launch.script_ranks import joined_group
 from engine.loop.run import Run
+from engine.loop.stopping import STOP
 from engine.module import TrainModule
 from engine.utils import accelerator
 

@@ -38,8 +38,8 @@ class BatchTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A place in the data at which a pass starts."""
+class Start:
+    """Where in the data a pass starts."""
 
     epoch: int = 0
     position: int = 0
@@ -51,7 +51,7 @@ class Place:
 class Pass:
     """A pass over the data, and its progress."""
 
-    start: Place
+    start: Start
     window: int = 1
     """The number of micro-batches in a full window."""
     yielded: int = 0
@@ -91,9 +91,9 @@ class PreparedLoader:
         self._group, self._window, self._seed, self._dtype, self._moves = group, window, seed, dtype, place
         self._feed = feed_for(loader, group, seed)
         self._feistel = True
-        self._next: Place | None = Place()
-        """The place at which the next pass starts; ``None``: the start of the epoch after the latest pass's."""
-        self._pass = Pass(Place())
+        self._next: Start | None = Start()
+        """Where the next pass starts; ``None``: at the beginning of the epoch after the latest pass's."""
+        self._pass = Pass(Start())
         """The latest pass."""
         self.transfer: BatchTransfer | None = None
         """The run's transfer with hooks, which may read the model and so must be called just before their batch is used; ``None``: no hooks."""
@@ -145,7 +145,7 @@ class PreparedLoader:
     def set_epoch(self, epoch: int) -> None:
         """Use the order of this epoch in the next pass."""
         if self._next is None or epoch != self._next.epoch:
-            self._next = Place(epoch)
+            self._next = Start(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches, for loops that do not handle shares: while a batch is used, its share is that of the engine's window.
@@ -162,7 +162,7 @@ class PreparedLoader:
     def micro_batches(self) -> Generator[MicroBatch, None, None]:
         """Yield the batches of the next pass, each with its share of its window."""
         device, dtype = self._group.device, self._dtype
-        start = self._next or Place(self.epoch + 1)
+        start = self._next or Start(self.epoch + 1)
         current = self._pass = Pass(start, self.window_size or self._window.position.size)
         self._next = None
         moves = self._moves and (device.type != "cpu" or dtype is not None)
@@ -200,7 +200,7 @@ class PreparedLoader:
         """
         if self.samples is None or self.carried() is not None:
             return None
-        start = self._next or Place(self.epoch + 1)
+        start = self._next or Start(self.epoch + 1)
         with isolated(), contextlib.closing(self.micro_batches()) as micro_batches:
             batch = next((batch for batch, _ in micro_batches), None)
         self.close()
@@ -222,12 +222,12 @@ class PreparedLoader:
         Args:
             state: the result of :meth:`state` at that position. Without it, data that needs a state is read from the epoch's start, with a warning.
         """
-        self._next = Place(epoch, position, state)
+        self._next = Start(epoch, position, state)
 
     def restart(self) -> None:
         """Start the next pass at the beginning of its epoch, even after a :meth:`resume` at a later position; no effect once a pass has begun."""
         if self._next is not None:
-            self._next = Place(self._next.epoch)
+            self._next = Start(self._next.epoch)
 
     @property
     def skipped(self) -> int:
@@ -296,7 +296,7 @@ class PreparedLoader:
         )
         loader.reseed(seed, self.order)
         loader.limit, loader.transfer, loader.window_size = self.limit, self.transfer, self.window_size
-        start = self._next or Place(self.epoch + 1)
+        start = self._next or Start(self.epoch + 1)
         loader.resume(start.epoch, start.position + num_batches * self._feed.stride(1))
         # The new loader's first pass also counts as a pass of this one.
         self._next, self._pass = (

@@ -101,7 +101,7 @@ class ClosureOptimization(AutomaticOptimization):
             return self._evaluate(batch, index, share, first)
         self.stepping, self._evaluated = True, False
         self._last_micro_batch, self._is_single_micro_batch = (batch, index, share, first), first
-        run.engine.checkpoint_writer.hold()
+        run.engine.checkpoint_writer.before_closures()
         for optimizer in self.optimizers:
             run.module.optimizer_step(run.epoch, index, optimizer, self.closure)
         if not self._evaluated:

@@ -36,7 +36,7 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
         assert run.optimization is not None
         run.optimization.before_validation()
     began, checkpoint_s, outer_recorder = time.perf_counter(), run.times.checkpoint, run.logbook.recorder
-    run.engine.checkpoint_writer.hold()  # callbacks may swap the weights
+    run.engine.checkpoint_writer.before_validation()
     for loader in run.loaders.validation:
         loader.set_epoch(run.state.epoch)  # so that a shuffled loader gives the same order after a resume
     try:

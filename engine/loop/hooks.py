@@ -170,7 +170,7 @@ def _wait_for_copies(writer: CheckpointWriter) -> Hook:
     """Return the first hook of :data:`WEIGHT_CHANGING_EVENTS`: not a bound method, with which :class:`Hooks` would be a reference cycle."""
 
     def hold(*args: Any) -> None:
-        writer.hold()
+        writer.before_hooks()
 
     return hold
 

@@ -18,17 +18,17 @@ from engine.callback import Callback
 from engine.checkpoint.content import Content
 from engine.checkpoint.manifest import FOLDERS, TRAINED
 from engine.checkpoint.one_file import check_local
-from engine.checkpoint.resume import Resume, name_of, opening
-from engine.checkpoint.storage_paths import split_path
-from engine.checkpoint.writer import CheckpointWriter
+from engine.checkpoint.resume import Resume, opening
+from engine.checkpoint.storage_paths import name_of, split_path
+from engine.checkpoint.writer import CheckpointWriter, SaveRequest
 from engine.config.duration import Every
 from engine.config.hyperparameters import as_data, for_loggers
 from engine.config.masked import Config, plain_value, sections_with_origins, with_origins, without_secrets
 from engine.config.settings import Settings
 from engine.config.settings_file import as_yaml
 from engine.data.loader import PreparedLoader
+from engine.distributed.agreement import Agreement, Stopwatch
 from engine.distributed.collectives import stack
-from engine.distributed.stop_agreement import STOP
 from engine.engine import Engine
 from engine.loop.hooks import Hooks
 from engine.loop.loaders import RunData, RunLoaders
@@ -38,7 +38,7 @@ from engine.loop.placed_module import PlacedModule
 from engine.loop.run_checkpoints import RunCheckpoints
 from engine.loop.run_snapshot import RunSnapshot
 from engine.loop.state import Result, Tally, Times, TrainState, status_of
-from engine.loop.stopping import StopControl
+from engine.loop.stopping import STOP, StopControl
 from engine.loop.timing import Intervals, Phases, checkpoint_phase
 from engine.metrics import media
 from engine.metrics.recorder import Recorder
@@ -92,7 +92,8 @@ class Run:
         """The counters of the training; resuming changes this object in place."""
         if stage != "fit":
             self.state.step, self.state.epoch, self.state.samples = module._reached
-        self.control = StopControl(settings, self.state, engine.group)
+        agreement = Agreement(engine.group, Stopwatch())
+        self.control = StopControl(settings, self.state, agreement)
         self.intervals = Intervals(settings)
         self.times, self.items = Times(), Tally()
         """``times``: where the time was spent; ``items``: the sum of the counts of all :class:`engine.Loss` objects, over all ranks."""
@@ -102,7 +103,7 @@ class Run:
         self.optimizer_set = OptimizerSet()
         parts = engine.loss_group.world_size // engine.data_group.world_size
         self.logbook = Logbook(module, engine.recorder(on_step=True, on_epoch=False, parts=parts), self.intervals)
-        self.checkpoints = RunCheckpoints(engine.checkpoint_writer, self.control.agreement)
+        self.checkpoints = RunCheckpoints(engine.checkpoint_writer, agreement)
         self.hooks = Hooks(callbacks, module, engine.checkpoint_writer, self.logbook)
         self.checkpoints.have_listeners = bool(self.hooks.on_checkpoint_saved or self.hooks.on_checkpoint_removed)
         self.snapshot = RunSnapshot(
@@ -110,13 +111,13 @@ class Run:
             module,
             callbacks,
             data.datamodule,
-            state=self.state,
-            loaders=self.loaders,
-            optimizer_set=self.optimizer_set,
-            logbook=self.logbook,
-            stopwatch=self.control.stopwatch,
-            items=self.items,
-            intervals=self.intervals,
+            self.state,
+            self.loaders,
+            self.optimizer_set,
+            self.logbook,
+            agreement.stopwatch,
+            self.items,
+            self.intervals,
         )
         self.warned: set[str] = set()
         """The warnings that this run has given already: ``"nan"``, ``"endless"``."""
@@ -558,22 +559,15 @@ class Run:
             if (saved_name := checkpoints.saved_as(state, name)) is not None:
                 checkpoints.folder.remove_later(remove)
                 return checkpoints.path(saved_name)
+            usual_name = f"step={state.step:08d}"
+            request = SaveRequest(usual_name if name is None else name, score, asynchronous, tolerant, remove)
             with self.optimizer_set.modes.evaluating():
                 content = self.checkpoint_content(score)
                 # If this run is killed before it removes them, the run that resumes from here does.
                 content.shared["postponed"] += remove
-                path = checkpoints.save(
-                    name,
-                    content,
-                    state,
-                    score,
-                    asynchronous=asynchronous,
-                    tolerant=tolerant,
-                    remove=remove,
-                    only_steps_change=self._only_steps_change_weights(),
-                )
+                path = checkpoints.save(request, content, state)
             if asynchronous:
-                self.engine.before_step(self.engine.checkpoint_writer.hold)
+                self.engine.before_step(self.saver.before_step)
             self.pulse += 1
             return path
 
@@ -586,7 +580,7 @@ class Run:
             for hook in self.hooks.on_save_checkpoint:
                 hook(self, self.module, entries)
             shared["user"] = dict(entries)
-        return self.snapshot.complete(shared, self.other_weights(), score, self.config)
+        return self.snapshot.content(shared, self.other_weights(), score, self.config)
 
     def other_weights(self) -> dict[str, dict[str, Any]]:
         """By name, the weights that callbacks keep in addition to the parameters; see :meth:`engine.Callback.other_weights`.
@@ -609,10 +603,6 @@ class Run:
                     )
                 collected[name] = weights
         return collected
-
-    def _only_steps_change_weights(self) -> bool:
-        """Whether only optimizer steps change parameters and optimizer states, so that a save may copy them until the next step."""
-        return self.module.automatic_optimization and not self.optimizer_set.modes.switched
 
     def wait_for_checkpoint(self) -> set[str]:
         """Wait until the checkpoint in progress is complete; all ranks call this together.
@@ -662,9 +652,7 @@ class Run:
                 return self.save_checkpoint(name)
         self.engine.settle()
         with self.phases.timed("checkpoint"), self.optimizer_set.modes.evaluating():
-            content = self.checkpoint_content()
-            only_steps_change = self._only_steps_change_weights()
-            return self.checkpoints.save_at(where, content, one_file=one_file, only_steps_change=only_steps_change)
+            return self.checkpoints.save_at(where, self.checkpoint_content(), one_file=one_file)
 
     def remove_checkpoint(self, path: Path | str) -> None:
         """Delete the checkpoint at ``path``. Any rank may call this; only the main process deletes."""
@@ -674,7 +662,7 @@ class Run:
         """Restore weights, optimizers and schedulers from the checkpoint at ``path`` during a training; counters, data position and random number
         states stay as they are."""
         with opening(self.engine.group, *self.checkpoints.run_folder.source(str(path)), FOLDERS) as loaded:
-            self.snapshot.restore_weights(loaded, strict=True)
+            self.snapshot.load_weights(loaded, True, TRAINED)
             self.snapshot.restore_optimizers(loaded, Resume(path))
 
     # -- the end ----------------------------------------------------------------------------------------------------------------

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from engine.checkpoint.content import Content
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.one_file import check_local, pack
-from engine.checkpoint.resume import name_of
 from engine.checkpoint.retention import CheckpointFolder
 from engine.checkpoint.run_folder import RunFolder
-from engine.checkpoint.storage_paths import split_path, storage_of
-from engine.checkpoint.writer import CheckpointWriter
+from engine.checkpoint.storage_paths import name_of, split_path, storage_of
+from engine.checkpoint.writer import CheckpointWriter, SaveRequest
+from engine.distributed.agreement import Agreement
 from engine.distributed.collectives import gather_json
-from engine.distributed.stop_agreement import Agreement
 from engine.loop.state import TrainState
 
 
@@ -129,57 +127,38 @@ class RunCheckpoints:
             else None
         )
 
-    def save(
-        self,
-        name: str | None,
-        content: Content,
-        state: TrainState,
-        score: Mapping[str, Any] | None,
-        *,
-        asynchronous: bool,
-        tolerant: bool,
-        remove: Sequence[str],
-        only_steps_change: bool,
-    ) -> Path | str:
-        """Write ``content``, collected at the position ``state``. Other arguments and errors: see :meth:`engine.Run.save_checkpoint`, for
-        ``only_steps_change`` :meth:`engine.checkpoint.writer.CheckpointWriter.save`."""
-        path = self._writer.save(
-            self.folder,
-            f"step={state.step:08d}" if name is None else name,
-            content,
-            asynchronous=asynchronous,
-            tolerant=tolerant,
-            remove=remove,
-            only_steps_change=only_steps_change,
-        )
-        self.saved = (state.resume_point(), name_of(path))
+    def save(self, request: SaveRequest, content: Content, state: TrainState) -> Path | str:
+        """Write ``content``, collected at the position ``state``; errors: see :meth:`engine.checkpoint.writer.CheckpointWriter.save`."""
+        path = self._writer.save(self.folder, content, request)
+        name = name_of(path)
+        self.saved = (state.resume_point(), name)
         if self.have_listeners:
-            self.scores[name_of(path)] = None if score is None else score["value"]
+            self.scores[name] = None if request.score is None else request.score["value"]
         return path
 
-    def save_at(self, where: Path | str, content: Content, *, one_file: bool, only_steps_change: bool) -> Path | str:
+    def save_at(self, where: Path | str, content: Content, *, one_file: bool) -> Path | str:
         """Write ``content`` to ``where``: a folder at a path or a URL, or with ``one_file`` a file at a path; all ranks call this together.
 
         Raises:
             ValueError: ``one_file`` at a URL.
         """
         if not one_file:
-            return self._save_folder(where, content, only_steps_change)
+            return self._save_folder(where, content)
         check_local(where)
         file = Path(where).absolute()
         file.parent.mkdir(parents=True, exist_ok=True)
         folder = file.with_name(f".{file.name}.folder")
-        self._save_folder(folder, content, only_steps_change)
+        self._save_folder(folder, content)
         if self._group.is_main:
             pack(folder, file)
             shutil.rmtree(folder)
         self._group.barrier()
         return file
 
-    def _save_folder(self, where: Path | str, content: Content, only_steps_change: bool) -> Path | str:
+    def _save_folder(self, where: Path | str, content: Content) -> Path | str:
         storage, name = split_path(where)
         folder = CheckpointFolder(self._group, storage)
-        return self._writer.save(folder, name, content, only_steps_change=only_steps_change)
+        return self._writer.save(folder, content, SaveRequest(name))
 
     def wait(self) -> set[str]:
         """Wait for the checkpoint in progress; return the names of the checkpoints that could not be written.

@@ -1,16 +1,18 @@
-"""Resumes a run: loads the parts of a checkpoint that the run asks for, and calls the hooks in between.
+"""Resumes a run: restores the parts of a checkpoint in their order, with the hooks in between.
 
 :mod:`engine.checkpoint.resume` chooses and opens the checkpoint.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.manifest import FOLDERS, SCORED_WITH, WEIGHTS
+from engine.checkpoint.manifest import FOLDERS, SCORED_WITH, TRAINED, WEIGHTS
 from engine.checkpoint.reader import weights_folder
 from engine.checkpoint.resume import Loaded, Resume, opening, replaced_hyperparameters
+from engine.distributed.collectives import all_or_none
 from engine.loop.run import Run
 from engine.utils.log import logger
 from engine.utils.text import terminal_text
@@ -46,24 +48,38 @@ def resume_run(run: Run, checkpoint: str | Path | Resume) -> None:
 
 
 def _continue(run: Run, loaded: Loaded, how: Resume) -> None:
-    """Restore the whole state of the run, with the hooks at their place in the order."""
+    """Restore the whole state of the run, with the hooks at their place in the order.
+
+    A user's own loop does the same in :meth:`engine.engine_snapshot.EngineCheckpoints.load`, without hooks.
+    """
+    engine, snapshot = run.engine, run.snapshot
     run.checkpoints.folder.take_over(loaded.shared.get("postponed", []), loaded.path)
-    with run.snapshot.restoring(loaded, how):
-        if loaded.saved_by_run:  # a checkpoint of a loop with Engine has neither entries nor other weights
-            _load_entries(run, loaded)
-            for name, tensors in run.other_weights().items():  # after the hooks, which may have added parameters
-                loaded.source.others.read_into(name, tensors)
-        warns = how.optimizer and how.hyperparameters == "checkpoint" and run.engine.is_main_process
-        configured_groups = run.snapshot.hyperparameters() if warns else []
-    if warns:
-        _warn_about_replaced(run, configured_groups, how)
-    if run.engine.is_main_process:
+    snapshot.load_weights(loaded, how.strict, TRAINED)
+    engine.snapshot.restore_seed(loaded)
+    snapshot.restore_order(loaded)
+    engine.snapshot.restore_shared(loaded)  # the loss scaler, the window, registered objects
+    snapshot.restore_shared(loaded)  # counters, logged values, the data module, callbacks
+    if loaded.saved_by_run:  # a checkpoint of a loop with Engine has neither entries nor other weights
+        _load_entries(run, loaded)
+        for name, tensors in run.other_weights().items():  # after the hooks, which may have added parameters
+            loaded.source.others.read_into(name, tensors)
+    configured_groups = snapshot.trained().hyperparameters() if how.optimizer else []
+    all_or_none(engine.group, partial(snapshot.check, loaded, how))  # raises on all ranks if it does on one
+    if how.optimizer:
+        snapshot.restore_optimizers(loaded, how)
+    own_state = engine.snapshot.own_state(loaded)
+    snapshot.restore_logged_values(loaded, own_state)
+    snapshot.restore_stream(loaded, own_state)
+    engine.snapshot.restore_random_numbers(loaded, own_state)  # last: restoring something else may draw some
+    if engine.is_main_process:
+        if how.optimizer and how.hyperparameters == "checkpoint":
+            _warn_about_replaced(run, configured_groups, how)
         logger.info("resumed from %s: epoch %d, step %d", loaded.path, run.state.epoch, run.state.step)
 
 
 def _warn_about_replaced(run: Run, configured_groups: list[list[dict[str, Any]]], how: Resume) -> None:
     """Warn about hyperparameters of optimizers that the checkpoint has replaced: the module may record other ones."""
-    optimizers, scheduled = run.snapshot.optimizers, bool(run.snapshot.schedulers)
+    optimizers, scheduled = run.optimizers, bool(run.schedulers)
     replaced: list[str] = []
     for index, (optimizer, groups) in enumerate(zip(optimizers, configured_groups, strict=True)):
         texts = replaced_hyperparameters(optimizer, groups, scheduled)

@@ -1,16 +1,15 @@
-"""Collects the content of a run's checkpoint, and restores each part of it; :mod:`engine.loop.run_resume` calls the hooks in between."""
+"""Collects the content of a run's checkpoint, and restores each part of it; :mod:`engine.loop.run_resume` has the order of a resume."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from engine.callback import Callback
 from engine.checkpoint.content import Content
@@ -22,9 +21,9 @@ from engine.checkpoint.state_forms import Entries, Fields
 from engine.config.hyperparameters import as_data
 from engine.config.masked import Config, without_secrets
 from engine.data.datamodule import DataModule
-from engine.distributed.stop_agreement import Stopwatch
+from engine.distributed.agreement import Stopwatch
 from engine.engine import Engine
-from engine.engine_snapshot import EngineSnapshot
+from engine.engine_snapshot import Trained
 from engine.loop.callback_states import load_states, states
 from engine.loop.loaders import RunLoaders
 from engine.loop.logbook import Logbook
@@ -40,45 +39,52 @@ MAX_TEXT = 200
 """The maximum length of a hyperparameter in a manifest that is no plain value."""
 
 
-class RunSnapshot(EngineSnapshot):
-    """Collects and restores the content of a run's checkpoint: the state of the engine's prepared objects, and the run's counters, logged values,
-    callbacks and hyperparameters."""
+@dataclass(frozen=True, eq=False)
+class RunSnapshot:
+    """Collects and restores the state of a run's parts; ``engine.snapshot`` does that for the state of the engine.
 
-    def __init__(
-        self,
-        engine: Engine,
-        module: TrainModule,
-        callbacks: Sequence[Callback],
-        datamodule: DataModule | None,
-        *,
-        state: TrainState,
-        loaders: RunLoaders,
-        optimizer_set: OptimizerSet,
-        logbook: Logbook,
-        stopwatch: Stopwatch,
-        items: Tally,
-        intervals: Intervals,
-    ) -> None:
-        super().__init__(engine.prepared, engine.scaler)
-        self._engine, self._module, self._callbacks, self._datamodule = engine, module, callbacks, datamodule
-        self._state, self._loaders, self._optimizer_set = state, loaders, optimizer_set
-        self._logbook, self._stopwatch, self._items, self._intervals = logbook, stopwatch, items, intervals
+    The fields are the parts whose state a run's checkpoint has.
+    """
 
-    @property
-    def module(self) -> nn.Module:
-        return self._module
+    engine: Engine
+    module: TrainModule
+    callbacks: Sequence[Callback]
+    datamodule: DataModule | None
+    state: TrainState
+    loaders: RunLoaders
+    optimizer_set: OptimizerSet
+    logbook: Logbook
+    stopwatch: Stopwatch
+    items: Tally
+    intervals: Intervals
 
-    @property
-    def optimizers(self) -> Sequence[Any]:
-        return self._optimizer_set.optimizers
-
-    @property
-    def schedulers(self) -> list[Any]:
-        return [schedule.scheduler for schedule in self._optimizer_set.schedules]
+    def trained(self) -> Trained:
+        """The module, and its optimizers and schedulers as they are now: hooks may replace them."""
+        optimizer_set = self.optimizer_set
+        schedulers = [schedule.scheduler for schedule in optimizer_set.schedules]
+        return Trained(self.module, optimizer_set.optimizers, schedulers)
 
     # -- collecting -----------------------------------------------------------------------------------------------------------------------
 
-    def complete(
+    def shared(self) -> dict[str, Any]:
+        """The state that is the same on all ranks, without the entries of hooks and the states of callbacks."""
+        return {
+            **self.engine.snapshot.shared(self.trained(), [self._position()]),
+            "state": asdict(self.state),
+            "global_batch": self.loaders.global_batch(self.state.epoch),
+            "metrics": dict(self.logbook.metrics),
+            "elapsed_s": self.stopwatch.seconds(),
+            "items": self.items.total(),
+            "val_every": self.intervals.validation.state_dict(),
+            "datamodule": None if self.datamodule is None else self.datamodule.state_dict(),
+            "hparams": _storable(self.module.hparams),
+            "hparams_name": self.module.hparams_name,
+            "datamodule_hparams": _storable(getattr(self.datamodule, "hparams", {})),
+            "datamodule_hparams_name": getattr(self.datamodule, "hparams_name", None),
+            "user": {},
+        }
+
+    def content(
         self,
         shared: dict[str, Any],
         weights: Mapping[str, Mapping[str, Any]],
@@ -93,12 +99,12 @@ class RunSnapshot(EngineSnapshot):
             score: the checkpoint's score; see :meth:`engine.Run.save_checkpoint`.
             config: the settings; see :attr:`engine.Run.config`.
         """
-        shared["callbacks"] = states(self._callbacks)
+        shared["callbacks"] = states(self.callbacks)
         facts = {
-            "counters": {name: getattr(self._state, name) for name in ("epoch", "step", "batch_idx", "samples")},
-            "metrics": dict(self._logbook.metrics),
-            "module": f"{type(self._module).__module__}:{type(self._module).__qualname__}",
-            "hparams": without_secrets(_as_json(self._module.hparams)),
+            "counters": {name: getattr(self.state, name) for name in ("epoch", "step", "batch_idx", "samples")},
+            "metrics": dict(self.logbook.metrics),
+            "module": f"{type(self.module).__module__}:{type(self.module).__qualname__}",
+            "hparams": without_secrets(_as_json(self.module.hparams)),
             "config": config,
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
         }
@@ -106,100 +112,83 @@ class RunSnapshot(EngineSnapshot):
             facts[SCORED_WITH] = self.scored_with(weights, score)
         if score is not None:
             facts["score"] = dict(score)
-        return replace(self._collected(self._module, shared, facts), other_weights=weights)
+        content = self.engine.snapshot.content(
+            self.module, self.trained(), shared=shared, streams=[self._stream()], facts=facts
+        )
+        recorder = self.logbook.recorder
+        logged_values = {
+            "recorder": recorder.state_dict(),
+            "metrics": metric_states(self.module),
+            "logged": recorder.logged_metrics(),
+        }
+        # training_step of manual optimization changes weights when it likes, and so do optimizers that switch between two kinds of weights.
+        any_time = not self.module.automatic_optimization or bool(self.optimizer_set.modes.switched)
+        return replace(
+            content,
+            of_rank={**content.of_rank, **logged_values},
+            other_weights=weights,
+            changed_by_steps=None if any_time else content.changed_by_steps,
+        )
 
     def scored_with(self, weights: Mapping[str, Any], score: Mapping[str, Any] | None) -> str:
         """The name of the ``weights`` with which ``score`` was measured: those used in validation, unless the metric was logged in training."""
-        if score is not None and score["monitor"] in self._logbook.from_training:
+        if score is not None and score["monitor"] in self.logbook.from_training:
             return TRAINED
-        return next((c.validates_with for c in self._callbacks if c.validates_with in weights), None) or TRAINED
+        return next((c.validates_with for c in self.callbacks if c.validates_with in weights), None) or TRAINED
 
     def entries(self, user_entries: Mapping[str, Any]) -> Entries:
         """Create the dict that ``on_save_checkpoint`` and ``on_load_checkpoint`` get, with the entries that hooks have saved (``user_entries``)."""
-        counters = {"epoch": self._state.epoch, "global_step": self._state.step}
-        return Entries(user_entries, {**counters, "hyper_parameters": dict(self._module.hparams)})
+        counters = {"epoch": self.state.epoch, "global_step": self.state.step}
+        return Entries(user_entries, {**counters, "hyper_parameters": dict(self.module.hparams)})
 
-    def shared(self) -> dict[str, Any]:
-        """The state that is the same on all ranks, without the entries of hooks and the states of callbacks."""
-        return {
-            **super().shared(),
-            "state": asdict(self._state),
-            "global_batch": self._loaders.global_batch(self._state.epoch),
-            "metrics": dict(self._logbook.metrics),
-            "elapsed_s": self._stopwatch.seconds(),
-            "items": self._items.total(),
-            "val_every": self._intervals.validation.state_dict(),
-            "datamodule": None if self._datamodule is None else self._datamodule.state_dict(),
-            "hparams": _storable(self._module.hparams),
-            "hparams_name": self._module.hparams_name,
-            "datamodule_hparams": _storable(getattr(self._datamodule, "hparams", {})),
-            "datamodule_hparams_name": getattr(self._datamodule, "hparams_name", None),
-            "user": {},
-        }
-
-    def positions(self) -> list[dict[str, Any]]:
-        """The training loader's position in its data, in a list as for an engine's loaders."""
-        state, train = self._state, self._loaders.train
+    def _position(self) -> dict[str, Any]:
+        """The training loader's position in its data."""
+        state, train = self.state, self.loaders.train
         samples, order = (None, None) if train is None else (train.samples, train.order)
         position = 0 if state.epoch_done else state.position
         loader = {"epoch": state.finished_epochs, "position": position, "samples": samples}
-        return [loader if order is None else {**loader, "order": order}]
+        return loader if order is None else {**loader, "order": order}
 
-    def streams(self) -> list[Any]:
-        """The state that the training loader needs in addition to its position, as streams do, in a list; ``None``: the position is enough."""
-        state, train = self._state, self._loaders.train
+    def _stream(self) -> Any:
+        """The state that the training loader needs in addition to its position, as streams do; ``None``: the position is enough."""
+        state, train = self.state, self.loaders.train
         if train is None:
-            return [None]
-        return [train.carried() if state.epoch_done else train.state(state.position)]
-
-    def of_rank(self) -> dict[str, Any]:
-        """The state that belongs to this rank alone, including its logged values."""
-        return {
-            **super().of_rank(),
-            "recorder": self._logbook.recorder.state_dict(),
-            "metrics": metric_states(self._module),
-            "logged": self._logbook.recorder.logged_metrics(),
-        }
+            return None
+        return train.carried() if state.epoch_done else train.state(state.position)
 
     # -- restoring ------------------------------------------------------------------------------------------------------------------------
 
     def load_weights(self, loaded: Loaded, strict: bool, weights: str | None) -> None:
         """Load parameters and buffers. ``weights``: ``"trained"`` or another name; ``None``: the weights that the score was measured with."""
         source = loaded.source if weights == TRAINED else Source(loaded.opened, weights)
-        if source.weights != TRAINED and self._engine.is_main_process:
+        if source.weights != TRAINED and self.engine.is_main_process:
             logger.info("%s: its weights %r are loaded", loaded.path, source.weights)
-        report = self._engine.strategy.load_model(self._module, source, strict and self._module.strict_loading)
+        report = self.engine.strategy.load_model(self.module, source, strict and self.module.strict_loading)
         if report:
             logger.warning("%s fits in part: %s", loaded.path, report)
 
-    def restore_weights(self, loaded: Loaded, strict: bool, left_out: Sequence[nn.Module] = ()) -> None:
-        """Load the trained weights of the run's module."""
-        self.load_weights(loaded, strict, TRAINED)
-
-    def restore_seed(self, loaded: Loaded) -> None:
-        """Restore the seed and the kind of the data order, also in the training loader, which was prepared before."""
-        super().restore_seed(loaded)
-        seed, loaders = loaded.shared["seed"], loaded.shared["loaders"]
-        if seed is not None and self._loaders.train is not None:
-            self._loaders.train.reseed(seed, loaders[0].get("order") if loaders else None)
+    def restore_order(self, loaded: Loaded) -> None:
+        """Restore the seed and the kind of the data order in the training loader, which was prepared before."""
+        seed, loaders, train = loaded.shared["seed"], loaded.shared["loaders"], self.loaders.train
+        if seed is not None and train is not None:
+            train.reseed(seed, loaders[0].get("order") if loaders else None)
 
     def restore_shared(self, loaded: Loaded) -> None:
-        """Restore what :class:`EngineSnapshot` does, and the counters, logged values, intervals, data module and callbacks."""
-        super().restore_shared(loaded)
+        """Restore the counters, logged values, intervals, data module and callbacks."""
         shared = loaded.shared
         if not loaded.saved_by_run:
-            self._state.restore(asdict(self._state_of_loop(loaded)))
+            self.state.restore(asdict(self._state_of_loop(loaded)))
             return
-        loaded.load_into("the counters", self._state.restore, shared["state"])
-        self._logbook.metrics.update(shared["metrics"])
-        self._stopwatch.seconds_before = shared["elapsed_s"]
-        self._items.restore(shared.get("items"))
-        loaded.load_into("val_every", self._intervals.validation.load_state_dict, shared["val_every"])
-        if self._datamodule is not None and shared["datamodule"] is not None:
-            loaded.load_into(type(self._datamodule).__name__, self._datamodule.load_state_dict, shared["datamodule"])
+        loaded.load_into("the counters", self.state.restore, shared["state"])
+        self.logbook.metrics.update(shared["metrics"])
+        self.stopwatch.seconds_before = shared["elapsed_s"]
+        self.items.restore(shared.get("items"))
+        loaded.load_into("val_every", self.intervals.validation.load_state_dict, shared["val_every"])
+        if self.datamodule is not None and shared["datamodule"] is not None:
+            loaded.load_into(type(self.datamodule).__name__, self.datamodule.load_state_dict, shared["datamodule"])
         elif shared["datamodule"]:
             logger.warning("%s has the state of a DataModule, and this run has none: it is not restored", loaded.path)
-        loaded.load_into("the callbacks", partial(load_states, self._callbacks, loaded), shared["callbacks"])
+        loaded.load_into("the callbacks", partial(load_states, self.callbacks, loaded), shared["callbacks"])
 
     def _state_of_loop(self, loaded: Loaded) -> TrainState:
         """Derive the counters from a checkpoint of ``Engine.save_state``; without ``facts={"step": n}`` each window counts as one step.
@@ -212,10 +201,10 @@ class RunSnapshot(EngineSnapshot):
             raise ValueError(
                 f"{loaded.path} was saved by a loop that prepared no loader, so its position in the data is unknown: {advice}"
             )
-        saved, loaders, train = loaded.shared["loaders"][0], self._loaders, self._loaders.train
+        saved, loaders, train = loaded.shared["loaders"][0], self.loaders, self.loaders.train
         assert train is not None
         epoch, position, step = saved["epoch"], saved["position"], loaded.manifest.get("step")
-        window = self._engine.accumulate_grad_batches = loaders.window_at(epoch)
+        window = self.engine.accumulate_grad_batches = loaders.window_at(epoch)
         index, batches = position // (train.stride // window), loaders.train_batches
         if type(step) is not int:
             if epoch and batches is None:
@@ -227,23 +216,21 @@ class RunSnapshot(EngineSnapshot):
         samples = epoch * (saved["samples"] or 0) + position
         return TrainState(epoch, step, index, epoch * (batches or 0) + index, position, index, samples=samples)
 
-    def check_counts(self, loaded: Loaded) -> None:
-        """Check nothing: hooks may still add optimizers and schedulers, and :meth:`check` comes after them."""
-
     def check(self, loaded: Loaded, how: Resume) -> None:
         """Check that the data, the optimizers and the schedulers match the checkpoint's."""
-        state, train, loaders = self._state, self._loaders.train, loaded.shared["loaders"]
+        state, train, loaders = self.state, self.loaders.train, loaded.shared["loaders"]
         if train is not None and state.position and not state.epoch_done and loaders:
             check_samples(loaded.path, loaders[0].get("samples"), train.samples, state.position, how.strict)
         if how.optimizer:
-            check_optimizers(loaded, self.optimizers, self.schedulers, how)
-        if self._engine.is_main_process and self._module.automatic_optimization:
+            trained = self.trained()
+            check_optimizers(loaded, trained.optimizers, trained.schedulers, how)
+        if self.engine.is_main_process and self.module.automatic_optimization:
             self._warn_about_global_batch(loaded)
 
     def _warn_about_global_batch(self, loaded: Loaded) -> None:
         """Warn if the steps get larger or smaller because the number of ranks has changed."""
-        saved, current = loaded.shared.get("global_batch"), self._loaders.global_batch(self._state.epoch)
-        ranks, rank_state = self._engine.data_group.world_size, loaded.of_rank(0)
+        saved, current = loaded.shared.get("global_batch"), self.loaders.global_batch(self.state.epoch)
+        ranks, rank_state = self.engine.data_group.world_size, loaded.of_rank(0)
         if None in (saved, current) or saved == current or rank_state is None or rank_state["place"][0] == ranks:
             return
         logger.warning(
@@ -254,36 +241,41 @@ class RunSnapshot(EngineSnapshot):
 
     def restore_optimizers(self, loaded: Loaded, how: Resume) -> None:
         """Restore optimizers and schedulers."""
-        super().restore_optimizers(loaded, how)
-        for optimizer in self.optimizers:
+        trained = self.trained()
+        self.engine.snapshot.restore_optimizers(loaded, how, trained)
+        for optimizer in trained.optimizers:
             # A run resumed at an epoch's end steps its schedulers first, which torch would warn about.
-            optimizer._opt_called = self._state.step > 0
+            optimizer._opt_called = self.state.step > 0
 
-    def restore_place(self, loaded: Loaded, same_place: Fields | None) -> None:
-        """Restore this rank's logged values, and the state of its training data if that is a stream.
+    def restore_logged_values(self, loaded: Loaded, own_state: Fields | None) -> None:
+        """Restore this rank's logged values.
 
         Args:
-            same_place: what this rank saved; ``None`` if the ranks are not those that saved. Rank 0 then takes over the logged values of all of
-                them, and every rank's stream continues from rank 0's state.
+            own_state: what this rank saved; ``None`` if the ranks are not those that saved. Rank 0 then takes over the logged values of all of them.
         """
-        rank_state, recorder = same_place or loaded.of_rank(0), self._logbook.recorder
+        rank_state, recorder = own_state or loaded.of_rank(0), self.logbook.recorder
         if rank_state is not None and "recorder" not in rank_state:  # saved by a loop with Engine
             rows = []
-        elif same_place is not None:
-            rows = [same_place]
-        elif self._engine.loss_group.rank == 0:
+        elif own_state is not None:
+            rows = [own_state]
+        elif self.engine.loss_group.rank == 0:
             rows = [row for row in loaded.of_all_ranks() if row["place"][-1]]
         else:
             rows = []
         loaded.load_into("the logged values", recorder.load_state_dicts, [row["recorder"] for row in rows])
-        loaded.load_into("the metrics", partial(load_metric_states, self._module), [row["metrics"] for row in rows])
+        loaded.load_into("the metrics", partial(load_metric_states, self.module), [row["metrics"] for row in rows])
         if rank_state is not None:  # a converted checkpoint has no rank's state
             # Under a pipeline only ranks of the last stage have logged metrics; the last rank is one of these.
             last = loaded.of_rank(loaded.manifest["world_size"] - 1)
             if last is not None and "logged" in last:
                 logged = [row["logged"] for row in rows] or [named(last["logged"])]
                 loaded.load_into("the logged metrics", recorder.load_logged_metrics, logged)
-            self._loaders.continue_stream(next(iter(rank_state["streams"]), None))
+
+    def restore_stream(self, loaded: Loaded, own_state: Fields | None) -> None:
+        """Restore the state of training data that is a stream: this rank's own, or rank 0's if the ranks are not those that saved."""
+        rank_state = own_state or loaded.of_rank(0)
+        if rank_state is not None:  # a converted checkpoint has no rank's state
+            self.loaders.continue_stream(next(iter(rank_state["streams"]), None))
 
 
 def _storable(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 from engine.config.settings import Settings
-from engine.distributed.group import Group
-from engine.distributed.stop_agreement import HURRY, STOP, TERMINATE, Agreement, Stopwatch
+from engine.distributed.agreement import Agreement
 from engine.loop.state import TrainState
 from engine.utils.errors import TERMINATED
 from engine.utils.log import logger
+
+STOP, HURRY, TERMINATE = 1, 2, 3
+"""How urgent a request to stop is: once ``min_epochs`` and ``min_steps`` are reached; at the next batch (Ctrl-C); at the next batch, and the process
+ends (SIGTERM)."""
 
 
 class Preempted(Exception):
@@ -27,17 +30,18 @@ class StopControl:
     Args:
         settings: the settings of the run.
         state: the run's counters, the same object throughout the run.
-        group: the ranks of the run.
+        agreement: the run's agreement between ranks, which carries the requests.
     """
 
-    def __init__(self, settings: Settings, state: TrainState, group: Group) -> None:
-        self._settings, self._state, self._group = settings, state, group
+    def __init__(self, settings: Settings, state: TrainState, agreement: Agreement) -> None:
+        self._settings, self._state, self._group = settings, state, agreement.group
+        self.agreement, self.stopwatch = agreement, agreement.stopwatch
         self.reason = ""
         """The reason why the training ended or is about to end, as text; empty while it goes on."""
         self.request: str | None = None
         """The reason for which this rank has asked to stop, on which the ranks then agree; ``None``: it has not asked."""
         self.urgency = 0
-        """The urgency of :attr:`request`: ``STOP``, ``HURRY`` or ``TERMINATE`` of :mod:`engine.distributed.stop_agreement`; 0: no request."""
+        """The urgency of :attr:`request`: :data:`STOP`, :data:`HURRY` or :data:`TERMINATE`; 0: no request."""
         self.interrupted = False
         """Whether Ctrl-C was pressed, on any rank."""
         self.terminated = False
@@ -46,8 +50,6 @@ class StopControl:
         """Whether the ranks have agreed to end early because of Ctrl-C or SIGTERM."""
         self.max_epochs: int | None = settings.max_epochs
         self.max_steps: int | None = settings.max_steps
-        self.stopwatch = Stopwatch()
-        self.agreement = Agreement(group, self.stopwatch)
         self.first_step_done = False
         """Whether the first step is done, so that ``timeout`` applies instead of ``start_timeout``."""
         self.due_step = 0

@@ -27,8 +27,8 @@ from engine.config.resolve import Resolved
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
 from engine.data.loader import BatchTransfer, PreparedLoader
+from engine.distributed.agreement import Agreement
 from engine.distributed.group import DeviceKind
-from engine.distributed.stop_agreement import Agreement
 from engine.loop.lifecycle import frame, torch_flags
 from engine.loop.loaders import RunData
 from engine.loop.run import Run
@@ -129,15 +129,15 @@ def planned_settings(settings: Settings, folder: PlannedFolder) -> Settings:
 
 
 class NoStops(Agreement):
-    """Stands for the ranks' agreement to stop, and never stops: Ctrl-C and SIGTERM end a plan at once."""
+    """Stands for the ranks' agreement, and carries no request to stop: Ctrl-C and SIGTERM end a plan at once."""
 
     __slots__ = ()
 
-    def poll(self, level: int, seconds: float) -> bool:
+    def poll(self, request: int, step_s: float) -> bool:
         """Check whether the ranks have agreed to stop: they never do."""
         return False
 
-    def agree_now(self, level: int) -> bool:
+    def agree_now(self, request: int) -> bool:
         """Check whether the ranks have agreed to stop, at an end of the run or of an epoch: they never do."""
         return False
 

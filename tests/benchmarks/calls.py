@@ -33,7 +33,7 @@ from cases import DDP_CASES, LOCAL_CASES, Case, Contender, Work, named
 from rich.console import Console
 from rich.table import Table
 
-from engine.distributed import stop_agreement
+from engine.distributed import agreement
 
 SHORT = 50
 CASES = (*LOCAL_CASES, *DDP_CASES[:1])
@@ -100,7 +100,7 @@ def worker(args: argparse.Namespace) -> None:
     """One of the two processes; rank 0 writes what it counted to the file ``args.worker``."""
     # The ranks check each other's flags about twice a second: in fewer steps where steps are slow, as they are on a busy machine. Counted is a
     # training whose steps are fast.
-    stop_agreement.PERIOD_S = 1e6
+    agreement.PERIOD_S = 1e6
     dist.init_process_group("gloo")
     found = count_all(DDP_CASES[:1], args.steps, not args.no_peers)
     if dist.get_rank() == 0:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import read, resummed, save
-from support.internals import new_content, new_folder, new_writer
+from support.internals import new_content, new_folder, new_writer, save_request
 
 from engine.checkpoint import local_storage
 from engine.checkpoint.files import DamagedCheckpoint
@@ -92,7 +92,7 @@ def test_a_small_one_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     writer, folder = new_writer(), new_folder(tmp_path)
     for name in ("step=2", "step=3"):
         synced.clear()
-        path = Path(writer.save(folder, name, new_content()))
+        path = Path(writer.save(folder, new_content(), save_request(name)))
     assert len(synced) == 4
     assert sorted(os.listdir(path)) == ["manifest.json", "rank=00000.safetensors"]
     manifest = json.loads((path / "manifest.json").read_text())

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.checkpoints import read, resummed, save
-from support.internals import group_of_one, new_content, new_folder, new_writer
+from support.internals import group_of_one, new_content, new_folder, new_writer, save_request
 from support.ranks import run_ranks
 from support.toys import LINEAR_BATCHES, Linear, linear_fit
 
@@ -132,7 +132,7 @@ def test_write_list_read_remove(root: str) -> None:
 def test_several_writers_of_one_folder_count_on(root: str) -> None:
     writer, first, second = new_writer(), new_folder(root), new_folder(root)
     for folder, name in ((first, "a"), (second, "b"), (first, "c"), (second, "b"), (first, "d"), (first, "d")):
-        writer.save(folder, name, new_content())
+        writer.save(folder, new_content(), save_request(name))
     serials = {name: manifest["serial"] for name, manifest in storage_of(root).manifests().items()}
     assert serials == {"a": 1, "c": 3, "b": 4, "d": 6}
 
@@ -141,7 +141,7 @@ def test_a_removal_that_fails_is_tried_again(
     root: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer, folder = new_writer(), new_folder(root)
-    writer.save(folder, "a", new_content())
+    writer.save(folder, new_content(), save_request("a"))
     verb, owner = ("rename", Path) if folder.storage.shared else ("rm_file", type(vars(folder.storage)["files"]))
     call = getattr(owner, verb)
 
@@ -153,11 +153,11 @@ def test_a_removal_that_fails_is_tried_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, verb, busy)
-        writer.save(folder, "b", new_content(), remove=["a"])
-        writer.save(folder, "c", new_content())
+        writer.save(folder, new_content(), save_request("b", remove=["a"]))
+        writer.save(folder, new_content(), save_request("c"))
     assert sorted(storage_of(root).manifests()) == ["a", "b", "c"]
     assert caplog.text.count("checkpoint a could not be removed: OSError") == 1
-    writer.save(folder, "d", new_content())
+    writer.save(folder, new_content(), save_request("d"))
     assert sorted(storage_of(root).manifests()) == ["b", "c", "d"]
 
 
@@ -180,11 +180,11 @@ def test_what_is_cut_short_is_not_there_and_swept(root: str, monkeypatch: pytest
             patch.setattr(type(draft), verb, stop)
             patch.setattr(type(draft), "abandon", lambda *_: None)  # as after a kill
             with pytest.raises(Stops):
-                writer.save(folder, "step=2", new_content())
+                writer.save(folder, new_content(), save_request("step=2"))
         assert list(storage_of(root).manifests()) == ["step=1"]
     assert [why.is_leftover for why in storage_of(root).incomplete().values()] == [True]
     storage_of(root).sweep()  # young: far away it may be another job's
-    writer.save(folder, "step=2", new_content())
+    writer.save(folder, new_content(), save_request("step=2"))
     assert list(storage_of(root).manifests()) == ["step=1", "step=2"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import threading
 import time
@@ -13,8 +14,8 @@ import fsspec
 import pytest
 import torch
 from support.checkpoints import read
-from support.internals import new_content, new_folder, new_writer
-from support.ranks import PATIENCE_S, ranks_of, run_script
+from support.internals import new_content, new_folder, new_writer, save_request
+from support.ranks import PATIENCE_S, ROOT, ranks_of, run_script
 from support.toys import LINEAR_BATCHES, Linear, linear_fit
 from torch import nn
 
@@ -44,7 +45,9 @@ def test_the_caller_goes_on_while_files_are_written(tmp_path: Path, monkeypatch:
     writes, folder, weight, buffer = new_writer(), new_folder(tmp_path), nn.Parameter(torch.ones(3)), torch.ones(2)
     gate = Gate(monkeypatch, "write")
     writes.save(
-        folder, "a", new_content(model={"w": weight, "b": buffer}, changed_by_steps={id(weight)}), asynchronous=True
+        folder,
+        new_content(model={"w": weight, "b": buffer}, changed_by_steps={id(weight)}),
+        save_request("a", asynchronous=True),
     )
     buffer.zero_()  # a buffer may change at once
     assert gate.reached.wait(PATIENCE_S)
@@ -71,7 +74,9 @@ def test_hold_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         copy(self)
 
     monkeypatch.setattr(Staging, "_copy", slowly)
-    writes.save(folder, "a", new_content(model={"w": weight}, changed_by_steps={id(weight)}), asynchronous=True)
+    writes.save(
+        folder, new_content(model={"w": weight}, changed_by_steps={id(weight)}), save_request("a", asynchronous=True)
+    )
     assert reached.wait(PATIENCE_S)
     threading.Timer(0.2, opened.set).start()
     writes.hold()
@@ -80,16 +85,19 @@ def test_hold_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     writes.close(folder)
 
 
+def test_what_changes_weights_waits_by_a_name_of_the_list() -> None:
+    """Every place of the library that waits for copies has a name beside ``hold``, and every name has a place."""
+    names = {name for name, member in vars(writer.CheckpointWriter).items() if member is writer.CheckpointWriter.hold}
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "engine").rglob("*.py")]
+    attributes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in attributes if ast.unparse(node.value).endswith(("writer", "saver"))}
+    assert used & {"hold", *names} == names - {"hold"}
+
+
 def test_parameters_that_others_change_are_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writes, folder, weight = new_writer(), new_folder(tmp_path), nn.Parameter(torch.ones(3))
     gate = Gate(monkeypatch, "mkdir")
-    writes.save(
-        folder,
-        "a",
-        new_content(model={"w": weight}, changed_by_steps={id(weight)}),
-        asynchronous=True,
-        only_steps_change=False,
-    )
+    writes.save(folder, new_content(model={"w": weight}, changed_by_steps=None), save_request("a", asynchronous=True))
     with torch.no_grad():
         weight.zero_()
     gate.open.set()
@@ -111,7 +119,9 @@ def test_a_parameter_that_changes_while_it_is_copied_is_an_error(
         copy(self)
 
     monkeypatch.setattr(Staging, "_copy", late)
-    writes.save(folder, "a", new_content(model={"w": weight}, changed_by_steps={id(weight)}), asynchronous=True)
+    writes.save(
+        folder, new_content(model={"w": weight}, changed_by_steps={id(weight)}), save_request("a", asynchronous=True)
+    )
     with pytest.raises(RuntimeError, match="changed by something other than an optimizer"):
         writes.wait(folder)
     assert not (tmp_path / "a").exists()
@@ -125,7 +135,9 @@ def test_a_change_after_the_copy_and_before_the_hold_is_an_error(
     """A kernel that ran while its tensor was copied raises the version when it ends, perhaps after the copy was looked at."""
     writes, folder, weight = new_writer(), new_folder(tmp_path), nn.Parameter(torch.ones(3))
     gate = Gate(monkeypatch, "write")
-    writes.save(folder, "a", new_content(model={"w": weight}, changed_by_steps={id(weight)}), asynchronous=True)
+    writes.save(
+        folder, new_content(model={"w": weight}, changed_by_steps={id(weight)}), save_request("a", asynchronous=True)
+    )
     assert gate.reached.wait(PATIENCE_S)
     with torch.no_grad():
         weight.add_(1)
@@ -140,7 +152,9 @@ def test_a_change_after_the_copy_and_before_the_hold_is_an_error(
 
 def test_a_change_after_the_files_are_written_does_no_harm(tmp_path: Path) -> None:
     writes, folder, weight = new_writer(), new_folder(tmp_path), nn.Parameter(torch.ones(3))
-    writes.save(folder, "a", new_content(model={"w": weight}, changed_by_steps={id(weight)}), asynchronous=True)
+    writes.save(
+        folder, new_content(model={"w": weight}, changed_by_steps={id(weight)}), save_request("a", asynchronous=True)
+    )
     assert writes._job is not None
     assert writes._job.future is not None
     assert writes._job.future.result(20) is None
@@ -158,13 +172,13 @@ def test_saves_share_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: (threads.append(self), start(self)))
     for name in ("a", "b", "c"):
-        writes.save(folder, name, new_content(), asynchronous=True)
+        writes.save(folder, new_content(), save_request(name, asynchronous=True))
         writes.wait(folder)
     assert [thread.name for thread in threads] == ["checkpoint"]
     writes.close(folder)
     threads[0].join(PATIENCE_S)
     assert not threads[0].is_alive()
-    writes.save(folder, "d", new_content(2.0), asynchronous=True)  # it begins again
+    writes.save(folder, new_content(2.0), save_request("d", asynchronous=True))  # it begins again
     writes.wait(folder)
     assert len(threads) == 2
     assert read(tmp_path / "d").model["head.weight"].tolist() == [[2.0] * 3] * 2
@@ -175,12 +189,14 @@ def test_buffers_are_used_again(tmp_path: Path) -> None:
     writes, folder, weight = new_writer(), new_folder(tmp_path), nn.Parameter(torch.ones(3))
     places = []
     for name in ("a", "b"):
-        writes.save(folder, name, new_content(model={"w": weight}), asynchronous=True)
+        writes.save(folder, new_content(model={"w": weight}), save_request(name, asynchronous=True))
         writes.wait(folder)
         assert writes._staging is not None
         places.append(writes._staging._buffers["model/w"].data_ptr())
     assert places[0] == places[1] != weight.data_ptr()
-    writes.save(folder, "c", new_content(model={"w": nn.Parameter(torch.ones(4))}), asynchronous=True)  # another shape
+    writes.save(
+        folder, new_content(model={"w": nn.Parameter(torch.ones(4))}), save_request("c", asynchronous=True)
+    )  # another shape
     writes.wait(folder)
     assert read(tmp_path / "c").model["w"].tolist() == [1, 1, 1, 1]
     writes.close(folder)
@@ -198,7 +214,7 @@ def test_buffers_are_given_back_when_no_save_follows(tmp_path: Path, monkeypatch
             weakref.finalize(self._buffers["model/w"], freed.set)  # its memory goes with it
 
         monkeypatch.setattr(Staging, "start", begins)
-        writes.save(folder, name, new_content(model={"w": weight}), asynchronous=True)
+        writes.save(folder, new_content(model={"w": weight}), save_request(name, asynchronous=True))
         assert freed.wait(PATIENCE_S)  # also of a save that nobody waits for
         monkeypatch.setattr(Staging, "start", begin)
     writes.wait(folder)
@@ -214,7 +230,7 @@ def test_what_cannot_be_stored_is_an_error_at_once(tmp_path: Path) -> None:
         ({"model": {"w": torch.ones(1).to_sparse()}}, "the model's 'w'"),
     ):
         with pytest.raises(TypeError, match=message):
-            writes.save(folder, "a", new_content(**changes), asynchronous=True)
+            writes.save(folder, new_content(**changes), save_request("a", asynchronous=True))
     assert not tmp_path.exists() or os.listdir(tmp_path) == []
 
 
@@ -222,7 +238,7 @@ def test_a_failure_is_told_by_wait(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "mine").touch()
     writes, folder = new_writer(), new_folder(tmp_path)
-    writes.save(folder, "a", new_content(), asynchronous=True)
+    writes.save(folder, new_content(), save_request("a", asynchronous=True))
     with pytest.raises(RuntimeError, match="checkpoint a was not written: FileExistsError"):
         writes.wait(folder)
     assert folder.lost == {"a"}
@@ -238,7 +254,7 @@ def test_a_file_stays_and_the_checkpoint_is_numbered(
     storage = folder.storage
     files, inside = fsspec.core.url_to_fs(storage.root)
     files.pipe_file(f"{inside}/best.ckpt", b"of another trainer")
-    paths = [writes.save(folder, "best.ckpt", new_content()) for _ in range(2)]
+    paths = [writes.save(folder, new_content(), save_request("best.ckpt")) for _ in range(2)]
     assert [str(path).rpartition("/")[2] for path in paths] == ["best-v1.ckpt", "best-v2.ckpt"]  # the first may be kept
     assert list(storage.manifests()) == ["best-v1.ckpt", "best-v2.ckpt"]
     assert caplog.text.count("must stay") == 1
@@ -252,8 +268,8 @@ def test_each_folder_has_its_own_failures(tmp_path: Path, caplog: pytest.LogCapt
     (tmp_path / "one" / "a").mkdir(parents=True)
     (tmp_path / "one" / "a" / "mine").touch()
     writes, one, other = new_writer(), new_folder(tmp_path / "one"), new_folder(tmp_path / "other")
-    writes.save(one, "a", new_content(), asynchronous=True)
-    writes.save(other, "b", new_content(), asynchronous=True)
+    writes.save(one, new_content(), save_request("a", asynchronous=True))
+    writes.save(other, new_content(), save_request("b", asynchronous=True))
     assert "checkpoint a was not written: FileExistsError" in caplog.text
     writes.wait(other)
     assert (one.lost, other.lost) == ({"a"}, set())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from engine import Callback, Fit, TrainModule
-from engine.distributed import stop_agreement
+from engine.distributed import agreement
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "calls.py"
 
@@ -76,7 +76,7 @@ class Profiled(Callback):
 
 
 def rank_counts() -> dict[str, int]:
-    stop_agreement.PERIOD_S = 1e6  # as if steps were fast, whatever else this machine does
+    agreement.PERIOD_S = 1e6  # as if steps were fast, whatever else this machine does
     counter = Profiled()
     data = [torch.full((2, 4), float(i)) for i in range(140)]
     fit = Fit(strategy="ddp", accelerator="cpu", max_epochs=1, log_every_n_steps=10, callbacks=[counter])

@@ -17,12 +17,12 @@ from engine import Callback, Fit, TrainModule
 from engine.checkpoint.manifest import RANK, SHARED
 from engine.checkpoint.reader import Source, empty_tensor
 from engine.checkpoint.storage_paths import split_path
-from support.internals import checkpoint_source, new_content, new_folder, new_writer, open_checkpoint
+from support.internals import checkpoint_source, new_content, new_folder, new_writer, open_checkpoint, save_request
 
 
 def save(directory: Path | str, value: float = 1.0, **changes: Any) -> Any:
     place, name = split_path(directory)
-    return new_writer().save(new_folder(place.root), name, new_content(value, **changes))
+    return new_writer().save(new_folder(place.root), new_content(value, **changes), save_request(name))
 
 
 def source_of(directory: Path, model: Any = None, optimizer: Any = None) -> Source:

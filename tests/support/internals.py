@@ -22,7 +22,7 @@ from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.reader import Source
 from engine.checkpoint.retention import CheckpointFolder
 from engine.checkpoint.storage_paths import storage_of
-from engine.checkpoint.writer import CheckpointWriter
+from engine.checkpoint.writer import CheckpointWriter, SaveRequest
 from engine.config.resolve import Resolved, resolve
 from engine.data.deal import Deal
 from engine.distributed.environments import Environment, detect
@@ -58,6 +58,11 @@ def new_writer() -> CheckpointWriter:
 def new_folder(root: Path | str) -> CheckpointFolder:
     """The folder ``root`` of checkpoints of one process."""
     return CheckpointFolder(group_of_one(), storage_of(root))
+
+
+def save_request(name: str, **options: Any) -> SaveRequest:
+    """What asks a writer for the checkpoint ``name``."""
+    return SaveRequest(name, **options)
 
 
 def write_folders() -> None:

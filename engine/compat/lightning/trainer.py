@@ -185,7 +185,7 @@ class Trainer(TrainerView):
         with run.optimizer_set.modes.evaluating():
             all_content = run.checkpoint_content()
             content = replace(all_content, optimizers={}) if weights_only or pickle else all_content
-            run.checkpoints.save_at(complete_file, content, one_file=True, only_steps_change=True)
+            run.checkpoints.save_at(complete_file, content, one_file=True)
         if pickle and run.is_main_process:
             pickled_checkpoint.write_checkpoint(path, complete_file)
             complete_file.unlink()

@@ -43,7 +43,7 @@ FAULTS = {
     ),
     "random": Fault(
         "random numbers start again", "engine/engine_snapshot.py",
-        "            loaded.load_into(\"random generators\", restore, same_place[\"rng\"])\n", "            pass\n",
+        "            loaded.load_into(\"random generators\", restore, own_state[\"rng\"])\n", "            pass\n",
     ),
     "position": Fault(
         "an epoch starts again at its first sample", "engine/loop/train.py",

@@ -1,4 +1,4 @@
-"""The ranks' agreement to stop, and notices of events on one rank, without a collective in every step."""
+"""What the ranks of a training tell each other between steps: requests and news, in one small collective every now and then."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ import torch.distributed as dist
 from engine.distributed.group import Group
 
 PERIOD_S = 0.5
-"""All ranks see a request to stop after about this time (s), or after one step if steps are slower. A check costs 2 ms on busy cores."""
+"""All ranks see a request after about this time (s), or after one step if steps are slower. A check costs 2 ms on busy cores."""
 MAX_INTERVAL = 256
 """The maximum number of steps between two checks, which bounds the delay when steps suddenly become slow."""
-
-STOP, HURRY, TERMINATE = 1, 2, 3
-"""Requests: stop once ``min_epochs`` and ``min_steps`` are reached; stop at the next batch (Ctrl-C); stop at the next batch and end the process
-(SIGTERM)."""
 
 
 class Stopwatch:
@@ -40,8 +36,10 @@ class Stopwatch:
 
 
 class Agreement:
-    """Shares two flags between ranks: a request to stop, with its urgency, and news. After any rank has set one, every rank sees it at the same
-    call.
+    """Shares two things between ranks: a request, with its urgency, and news. After any rank has given one, every rank sees it at the same call.
+
+    A run's requests are those to stop (:class:`engine.loop.stopping.StopControl`), and its news are of checkpoints that are complete or deleted
+    (:class:`engine.loop.run_checkpoints.RunCheckpoints`); one collective carries both, and each rank's seconds of training.
 
     All ranks make the same calls in the same order. The interval between two checks follows the slowest rank's steps, from
     values that the check itself has reduced over the ranks, so that all ranks compute the same interval.
@@ -56,25 +54,26 @@ class Agreement:
         "_interval",
         "_own_news",
         "_posted",
+        "_request",
         "_slowest_s",
         "_steps_left",
-        "_stop",
-        "_stopwatch",
         "elapsed_s",
+        "group",
         "level",
         "news",
+        "stopwatch",
     )
 
     def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
-        self._cpu, self._stopwatch = group.cpu, stopwatch
+        self.group, self.stopwatch, self._cpu = group, stopwatch, group.cpu
         self.elapsed_s = 0.0
         """The maximum over the ranks of the seconds of training, at the last check: a time that is the same on all ranks."""
         self.level = 0
-        """The most urgent request at the last check: :data:`STOP`, :data:`HURRY`, :data:`TERMINATE`, or 0."""
+        """The urgency of the most urgent request at the last check; 0: there was none."""
         self.news = False
         """Whether some rank has called :meth:`notify`; the same on all ranks. The reader acts on it and sets it to False."""
         self._interval = self._steps_left = 1
-        self._stop = 0
+        self._request = 0
         self._slowest_s = 0.0
         self._own_news = False
         self._posted: tuple[Any, torch.Tensor] | None = None
@@ -95,21 +94,21 @@ class Agreement:
         """The number of steps between two checks, 1 to ``MAX_INTERVAL``; the same on all ranks."""
         return self._interval
 
-    def poll(self, stop: int, step_s: float) -> bool:
-        """Pass this rank's request once per step; returns whether all ranks stop now.
+    def poll(self, request: int, step_s: float) -> bool:
+        """Pass this rank's request once per step; returns whether all ranks see a request now.
 
         A request is kept until the next check, so it need be passed in one step only. A check does not wait for other ranks: the next call reads the
         answer. When steps are slow, every step is checked and the answer is immediate, as it is with one process.
 
         Args:
-            stop: 0, or :data:`STOP`, :data:`HURRY`, :data:`TERMINATE`.
+            request: its urgency; 0: no request.
             step_s: the latest measured duration of a step (s).
         """
         if self._cpu is None:
-            self.level = stop
-            return stop > 0
-        if stop > self._stop:
-            self._stop = stop
+            self.level = request
+            return request > 0
+        if request > self._request:
+            self._request = request
         if step_s > self._slowest_s:
             self._slowest_s = step_s
         self._steps_left -= 1
@@ -126,12 +125,12 @@ class Agreement:
         self._finish_check()
         self._interval = self._steps_left = 1
 
-    def agree_now(self, stop: int) -> bool:
-        """Return whether any rank requests a stop, waiting for all ranks. For the ends of epochs and of validations."""
+    def agree_now(self, request: int) -> bool:
+        """Return whether any rank has a request, waiting for all ranks. For the ends of epochs and of validations."""
         if self._cpu is None:
-            self.level = stop
-            return stop > 0
-        self._stop = max(self._stop, stop)
+            self.level = request
+            return request > 0
+        self._request = max(self._request, request)
         self._finish_check()
         self._start_check()
         return self._read()
@@ -139,7 +138,7 @@ class Agreement:
     def _finish_check(self) -> None:
         """Read the answer of a check in progress, if any, and keep its request for the next check."""
         if self._posted is not None and self._read():
-            self._stop = max(self._stop, self.level)
+            self._request = max(self._request, self.level)
 
     def _start_check(self) -> None:
         """Begin a check: start to reduce the flags over all ranks."""
@@ -150,18 +149,18 @@ class Agreement:
             float(self._own_news),
             False,
         )
-        values = [float(self._stop), min(self._slowest_s, 1e6), self._stopwatch.seconds(), own_news]
+        values = [float(self._request), min(self._slowest_s, 1e6), self.stopwatch.seconds(), own_news]
         flags = torch.tensor(values, dtype=torch.float64)
         work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._cpu, async_op=True)
         self._posted = work, flags
-        self._stop, self._slowest_s, self._steps_left = 0, 0.0, self._interval
+        self._request, self._slowest_s, self._steps_left = 0, 0.0, self._interval
 
     def _read(self) -> bool:
         """Return the answer of the check in progress; waits until the last rank has begun it."""
         assert self._posted is not None
         (work, flags), self._posted = self._posted, None
         work.wait()
-        stop, slowest_s, self.elapsed_s, news = flags.tolist()
+        request, slowest_s, self.elapsed_s, news = flags.tolist()
         if news:
             self.news = True
         if slowest_s > 0.0:  # no step since the last check: the interval stays
@@ -169,5 +168,5 @@ class Agreement:
             # At most four times the last interval: the first durations after a change may not be typical.
             self._interval = max(1, min(MAX_INTERVAL, 4 * self._interval, round(PERIOD_S / slowest_s)))
             self._steps_left = self._interval - passed
-        self.level = int(stop)
-        return stop > 0.0
+        self.level = int(request)
+        return request > 0.0

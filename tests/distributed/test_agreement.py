@@ -4,13 +4,13 @@ import pytest
 from support.internals import group_of_one
 from support.ranks import run_ranks
 
-from engine.distributed.stop_agreement import MAX_INTERVAL, Agreement, Stopwatch
+from engine.distributed.agreement import MAX_INTERVAL, Agreement, Stopwatch
 
 SCRIPT = """
 import math, os
 from datetime import timedelta
 import torch
-from engine.distributed.stop_agreement import Agreement, Stopwatch
+from engine.distributed.agreement import Agreement, Stopwatch
 from engine.distributed.environments import detect
 from engine.distributed.join import join
 
