@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from engine.checkpoint.json_tree import pack, same_memory
 from engine.checkpoint.manifest import OTHER_WEIGHTS, RANK, SHARED, WEIGHTS, PackedFacts, packed_facts
 from engine.checkpoint.storage import Packed
-from engine.checkpoint.tensors import is_sharded, storable
+from engine.checkpoint.tensors import is_dtensor, storable
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.utils.parameters import parameters_of
@@ -85,7 +85,7 @@ class PackedContent:
         group = self._group
         self.facts = packed_facts(content.facts)
         tensors, model = split(content.model)
-        optim, states = pack(dict(content.optimizers), is_sharded)
+        optim, states = pack(dict(content.optimizers), is_dtensor)
         self.trees = {
             "model/model": (model, {}),
             "optim/optim": (optim, {}),
@@ -190,7 +190,7 @@ def _merged(rows: list[Any]) -> Any:
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     """This rank's part of each tensor: its shard of a ``DTensor``, all of any other. Tensors of which this rank has an empty shard are left out."""
-    sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
+    sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
     parts = {name: Part(tensor.detach(), (0,) * tensor.ndim) for name, tensor in tensors.items() if name not in sharded}
     return parts | _shards_of(sharded) if sharded else parts
 

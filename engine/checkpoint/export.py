@@ -19,7 +19,7 @@ from engine.checkpoint.json_tree import same_memory
 from engine.checkpoint.manifest import SHARED
 from engine.checkpoint.reader import Source, weights_folder
 from engine.checkpoint.remote_storage import outgoing
-from engine.checkpoint.state_forms import checked
+from engine.checkpoint.state_forms import checked_form
 from engine.checkpoint.tensors import Stored, storable, write_tensors
 from engine.config.file_size import size_in_bytes
 from engine.utils.text import terminal_text
@@ -346,7 +346,7 @@ def _published_in(checkpoint: object, shared: Mapping[str, Any]) -> Published:
     )
     if entry is None:
         return Published()
-    fields = checked(f"{checkpoint}: {PUBLISHED}", entry, _PUBLISHED_FORM)
+    fields = checked_form(f"{checkpoint}: {PUBLISHED}", entry, _PUBLISHED_FORM)
     names = fields["names"]
     if (
         fields["stem"] not in STEMS

@@ -12,7 +12,7 @@ from engine.checkpoint.catalog import open_path
 from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.manifest import SHARED
 from engine.checkpoint.reader import Source, own_state, weights_folder
-from engine.checkpoint.state_forms import SHARED_FORM, Entries, Fields, checked
+from engine.checkpoint.state_forms import SHARED_FORM, Entries, Fields, checked_form
 from engine.config.hyperparameters import constructor_arguments, replaced_by_defaults
 from engine.utils.log import logger
 from engine.utils.text import terminal_text
@@ -55,7 +55,7 @@ def load_datamodule(cls: type[T], path: str | Path, overrides: Mapping[str, Any]
 
 
 def _shared(opened: Opened) -> Fields:
-    return checked(f"{opened.directory}: {SHARED}.json", opened.tree(SHARED) or {}, SHARED_FORM)
+    return checked_form(f"{opened.directory}: {SHARED}.json", opened.tree(SHARED) or {}, SHARED_FORM)
 
 
 def _construct(

@@ -36,7 +36,7 @@ class OneFileStorage(LocalStorage):
     def fetch(self, name: str) -> Path:
         folder = tempfile.mkdtemp(prefix="checkpoints-")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        unpack(self.path(name), Path(folder) / name)
+        unpack_folder(self.path(name), Path(folder) / name)
         return Path(folder) / name
 
 
@@ -71,7 +71,7 @@ def check_local(path: Path | str) -> None:
         raise ValueError(f"{path}: a checkpoint is one file only at a local path; at a URL it is a folder")
 
 
-def pack(folder: Path, file: Path) -> None:
+def pack_folder(folder: Path, file: Path) -> None:
     """Write the checkpoint in ``folder`` as ``file``: the manifest and the files that it lists. An existing ``file`` is replaced at the end.
 
     Raises:
@@ -99,14 +99,14 @@ def pack(folder: Path, file: Path) -> None:
     os.replace(written, file)
 
 
-def unpack(file: Path, folder: Path) -> None:
+def unpack_folder(file: Path, folder: Path) -> None:
     """Unpack the archive ``file`` into a new ``folder``, after checking its files against its manifest.
 
     Raises:
         DamagedCheckpoint: the archive is damaged, encrypted or compressed, does not match its manifest, or a name leads out of the folder.
     """
     with os.fdopen(open_file(file), "rb") as opened, _archive(file, opened) as archive:
-        entries = _checked(file, os.fstat(opened.fileno()).st_size, archive.infolist())
+        entries = _checked_entries(file, os.fstat(opened.fileno()).st_size, archive.infolist())
         check_json_size(f"{file}: {MANIFEST}", entries[MANIFEST].file_size)
         with archive.open(entries[MANIFEST]) as source:
             records = check_manifest(file, parse_json(f"{file}: {MANIFEST}", source.read()))["files"]
@@ -128,7 +128,7 @@ def unpack(file: Path, folder: Path) -> None:
                 shutil.copyfileobj(source, copy, CHUNK)
 
 
-def _checked(file: Path, size: int, infos: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
+def _checked_entries(file: Path, size: int, infos: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
     """Check the entries of an archive of ``size`` bytes, and return its files by name."""
     entries: dict[str, zipfile.ZipInfo] = {}
     for info in infos:

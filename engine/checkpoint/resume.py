@@ -21,7 +21,15 @@ from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.manifest import FOLDERS, RANK, SHARED, TRAINED
 from engine.checkpoint.reader import Source
-from engine.checkpoint.state_forms import OWN_FORM, SHARED_FORM, Fields, cannot_replace, checked, own_form, shared_form
+from engine.checkpoint.state_forms import (
+    OWN_FORM,
+    SHARED_FORM,
+    Fields,
+    cannot_replace,
+    checked_form,
+    own_form,
+    shared_form,
+)
 from engine.checkpoint.storage import Storage
 from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.tensors import Stored
@@ -87,7 +95,7 @@ class Loaded:
     @cached_property
     def shared(self) -> Fields:
         """The state that all ranks share."""
-        return checked(f"{self.path}: {SHARED}.json", shared_form(self.opened.tree(SHARED)), SHARED_FORM)
+        return checked_form(f"{self.path}: {SHARED}.json", shared_form(self.opened.tree(SHARED)), SHARED_FORM)
 
     @property
     def saved_by_run(self) -> bool:
@@ -98,7 +106,7 @@ class Loaded:
         """The own state of one of the ranks that saved; ``None`` in a converted checkpoint."""
         stem = RANK.format(rank)
         state = self.opened.tree(stem)
-        return None if state is None else checked(f"{self.path}: {stem}.json", own_form(state), OWN_FORM)
+        return None if state is None else checked_form(f"{self.path}: {stem}.json", own_form(state), OWN_FORM)
 
     def check(self, folders: Sequence[str]) -> None:
         """Read and check everything in ``folders`` for which no module is needed.

@@ -76,7 +76,7 @@ class Fields(dict[str, Any]):
         raise DamagedCheckpoint(f"{self.where} has no {name!r}")
 
 
-def checked(where: object, values: Any, form: Any) -> Fields:
+def checked_form(where: object, values: Any, form: Any) -> Fields:
     """Check ``values`` against ``form`` and return them.
 
     Args:

@@ -501,7 +501,7 @@ def _coverage_error(shape: Sequence[int], parts: Sequence[Box]) -> str:
     return ""
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Whether a tensor is a ``DTensor``, which is sharded over ranks. If its module was never imported, no tensor is."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -509,7 +509,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def _own_shard(tensor: Tensor) -> tuple[Sequence[int], Tensor]:
     """This rank's shard of a tensor: its offsets in the whole tensor, and a tensor that shares its memory."""
-    if not is_sharded(tensor):
+    if not is_dtensor(tensor):
         return (0,) * tensor.ndim, tensor
     shard: Any = tensor
     (chunk,) = shard.__create_chunk_list__()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.checkpoint.catalog import open_path
 from engine.checkpoint.export import export_checkpoint
-from engine.checkpoint.one_file import pack
+from engine.checkpoint.one_file import pack_folder
 from engine.cli.annexes import annex
 from engine.cli.checkpoint import Answer, run_action, size_text
 
@@ -65,7 +65,7 @@ def _pack(options: argparse.Namespace) -> Answer:
                 out, checkpoint.directory, options.weights
             )
         else:
-            pack(checkpoint.directory, out)
+            pack_folder(checkpoint.directory, out)
     size = out.stat().st_size
     return {"path": str(out), "bytes": size}, [f"{out}: {size_text(size)}"], True
 

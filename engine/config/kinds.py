@@ -312,7 +312,7 @@ class Accelerator(Kind):
             raise wrong_type(name, value, possible)
         word = value.lower()
         if word not in self.words and not device_names.is_added(word):
-            raise unknown_word(name, value, self.words, possible + device_names.hint(word))
+            raise unknown_word(name, value, self.words, possible + device_names.device_hint(word))
         return word
 
 

@@ -105,7 +105,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         kwargs.setdefault("stacklevel", 2)
         if not self.isEnabledFor(level):
             return
-        joined, this_rank = _joined(), own_rank()
+        joined, this_rank = _has_process_group(), own_rank()
         for rank in range(dist.get_world_size()) if in_order and joined else [this_rank]:
             if rank == this_rank and (everywhere or in_order or this_rank == 0):
                 self.logger.log(level, msg, *args, **kwargs)
@@ -149,10 +149,10 @@ def rank_zero_experiment(function: Callable[P, Any]) -> Callable[P, Any]:
 
 def own_rank() -> int:
     """This process's rank, in the job that it has joined or, before that, as the launcher's variables say."""
-    return dist.get_rank() if _joined() else detect(os.environ).rank
+    return dist.get_rank() if _has_process_group() else detect(os.environ).rank
 
 
-def _joined() -> bool:
+def _has_process_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 

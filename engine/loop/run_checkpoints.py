@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.checkpoint.content import Content
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
-from engine.checkpoint.one_file import check_local, pack
+from engine.checkpoint.one_file import check_local, pack_folder
 from engine.checkpoint.retention import CheckpointFolder
 from engine.checkpoint.run_folder import RunFolder
 from engine.checkpoint.storage_paths import name_of, split_path, storage_of
@@ -150,7 +150,7 @@ class RunCheckpoints:
         folder = file.with_name(f".{file.name}.folder")
         self._save_folder(folder, content)
         if self._group.is_main:
-            pack(folder, file)
+            pack_folder(folder, file)
             shutil.rmtree(folder)
         self._group.barrier()
         return file

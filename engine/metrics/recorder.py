@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.distributed.collectives import gather_json, gather_row
 from engine.distributed.group import Group
 from engine.metrics.log_options import LogArguments, Options, check_metric, no_steps, options_of
-from engine.metrics.reductions import FOLD, Column, Slot, combined, on_host, reduced, total_of, unzipped
+from engine.metrics.reductions import FOLD, Column, Slot, as_floats, combined, reduced, total_of, unzipped
 from engine.metrics.torchmetrics_states import Entry, add, entry
 from engine.metrics.torchmetrics_values import Logged, Offer, Watch, agree, check, exchange, leader, limit
 from engine.utils.log import warn_once
@@ -372,7 +372,7 @@ class Recorder:
 
     def _over_ranks(self, columns: dict[str, Column], objects: dict[str, Object], adopt: bool) -> dict[str, float]:
         """Reduce columns and torchmetrics objects over all ranks; ``adopt``: include objects of the module that only other ranks have logged."""
-        floats = iter(on_host([item for _, values, weights in columns.values() for item in (*values, *weights)]))
+        floats = iter(as_floats([item for _, values, weights in columns.values() for item in (*values, *weights)]))
         numbers: list[float] = []
         for op, values, weights in columns.values():
             values, weights = list(itertools.islice(floats, len(values))), list(itertools.islice(floats, len(weights)))

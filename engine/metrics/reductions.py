@@ -26,7 +26,7 @@ Column = tuple[str, list[Any], list[Any]]
 """A reduction, and the values and weights to reduce to one number."""
 
 
-def on_host(items: list[Any]) -> list[float]:
+def as_floats(items: list[Any]) -> list[float]:
     """Convert numbers and one-element tensors to floats, with one copy from the device for each dtype, however many tensors there are."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, item in enumerate(items):
@@ -123,7 +123,7 @@ class Slot:
         """Reduce the epoch's values to exactly one (value, weight) pair. Waits for the device if that has no float64."""
         self.fold()
         if self.values:
-            values, weights = (on_host(items) for items in unzipped(self.values, self.name))
+            values, weights = (as_floats(items) for items in unzipped(self.values, self.name))
             self.total, self.weight = reduced(values, weights, self.reduce)
             self.values = []
 

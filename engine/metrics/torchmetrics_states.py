@@ -126,7 +126,7 @@ def can_add(metric: Any) -> bool:
     )
 
 
-def repeated() -> bool:
+def discards_updates() -> bool:
     """Whether a block of :func:`unchanged` is running, so that updates of metrics will be discarded."""
     return bool(_repeats)
 

@@ -17,12 +17,12 @@ from engine.metrics.torchmetrics_states import (
     add,
     can_add,
     copied,
+    discards_updates,
     entry,
     fresh,
     install,
     is_metric,
     merged,
-    repeated,
 )
 
 Seen = list[list[Entry]]
@@ -115,7 +115,7 @@ class Watch:
     def updated(self, *args: Any, **kwargs: Any) -> None:
         """Call ``metric.update``; record the state of this micro-batch alone, or keep the arguments to compute that state later."""
         metric = self.metric
-        if repeated():
+        if discards_updates():
             self.update(*args, **kwargs)
             return
         if metric._enable_grad:  # the metric's forward computes the state of this micro-batch alone

@@ -21,7 +21,7 @@ from engine.strategies.ddp import DDP
 from engine.strategies.fsdp import FSDP
 from engine.strategies.mesh_parallel import MeshParallel
 from engine.strategies.pipeline_stages import has_parts
-from engine.transforms.blocks import repeated, user_module
+from engine.transforms.blocks import repeated_blocks, user_module
 
 RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
 """Settings of ``activation_checkpointing``, from the most memory to the least."""
@@ -200,7 +200,7 @@ def has_blocks(model: nn.Module) -> bool:
     owner = user_module(model)
     return (
         callable(getattr(type(owner), "blocks", None))
-        or bool(repeated(owner))
+        or bool(repeated_blocks(owner))
         or not any(True for _ in owner.parameters())
     )
 

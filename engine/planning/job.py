@@ -15,7 +15,7 @@ from engine.planning import torch_private
 from engine.planning.step_time import STAGES_OF_A_RANK
 from engine.planning.strategy_facts import strategy_facts
 from engine.strategies.base import Single, Strategy
-from engine.transforms.blocks import repeated
+from engine.transforms.blocks import repeated_blocks
 from engine.utils.tree import batch_size, map_tensors
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
@@ -239,7 +239,7 @@ def _shape_from_config(model: nn.Module) -> Shape | None:
 
 def _shape_from_modules(model: nn.Module) -> Shape | None:
     """The shape according to the modules: embeddings, repeated blocks and their layers."""
-    blocks = repeated(model)
+    blocks = repeated_blocks(model)
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     if len(blocks) < 2 or not embeddings:
         return None

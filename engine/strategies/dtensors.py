@@ -133,6 +133,6 @@ def shard_like(value: Any, like: Any) -> Any:
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
-def is_sharded(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> bool:
     """Whether a tensor is a ``DTensor``, which may be sharded over several ranks."""
     return isinstance(tensor, DTensor)

@@ -169,7 +169,7 @@ class FSDP(Strategy):
 
     def _check(self, model: nn.Module) -> None:
         """Check that no parameter of the model is sharded, and let rank 0 initialize those without values."""
-        if any(dtensors.is_sharded(p) for p in model.parameters()):
+        if any(dtensors.is_dtensor(p) for p in model.parameters()):
             raise ValueError(
                 f"{class_name(model)} is sharded in part, but not as a whole: give the module that was prepared before, "
                 "or a new one with whole parameters, which strategy='fsdp' shards"
@@ -235,7 +235,7 @@ class FSDP(Strategy):
         parameters = {
             name: p
             for name, p in module.named_parameters()
-            if p.requires_grad and p not in ignored and not dtensors.is_sharded(p)
+            if p.requires_grad and p not in ignored and not dtensors.is_dtensor(p)
         }
         types = dict.fromkeys(p.dtype for p in parameters.values())  # a set's order differs between processes
         if len(types) > 1:
@@ -267,7 +267,7 @@ class FSDP(Strategy):
                         state = optimizer.state.pop(old)
                         optimizer.state[new] = {key: dtensors.shard_like(value, new) for key, value in state.items()}
             if type(optimizer).__module__.startswith("torchao.optim") and any(
-                dtensors.is_sharded(p) for p in parameters
+                dtensors.is_dtensor(p) for p in parameters
             ):
                 warn_once(f"{type(optimizer).__name__}: a checkpoint of this training will be an error: {SHARDED}")
         self._switch_off_lists(optimizer)
@@ -275,7 +275,7 @@ class FSDP(Strategy):
     def _switch_off_lists(self, optimizer: Optimizer) -> None:
         """Switch ``foreach`` and ``fused`` off where a group has sharded and whole parameters: torch's kernels for lists take no mix of both."""
         for group in optimizer.param_groups:
-            kinds = {dtensors.is_sharded(p) for p in group["params"] if not self._replacements.is_elsewhere(p)}
+            kinds = {dtensors.is_dtensor(p) for p in group["params"] if not self._replacements.is_elsewhere(p)}
             if len(kinds) > 1 and not (group.get("foreach") is False and not group.get("fused")):
                 if group.get("foreach") or group.get("fused"):
                     warn_once(
@@ -361,7 +361,7 @@ class FSDP(Strategy):
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
     def part_like(self, stored: Stored, parameter: Tensor) -> Tensor:
-        if dtensors.is_sharded(parameter) and stored.shape == parameter.shape:
+        if dtensors.is_dtensor(parameter) and stored.shape == parameter.shape:
             return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
         return super().part_like(stored, parameter)
 

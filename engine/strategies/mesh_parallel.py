@@ -197,7 +197,7 @@ class MeshParallel(FSDP):
         else:
             self._replacements.materialise(model)
             for parameter in model.parameters():
-                if dtensors.is_sharded(parameter) and parameter.requires_grad:
+                if dtensors.is_dtensor(parameter) and parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(dtensors.to_parameter_layout)
         if stages is not None:
             stages.follow_replacements(model)

@@ -38,7 +38,7 @@ class ParameterReplacements:
             replaced = deferred_init.materialise(module, device, self._initialise, self._elsewhere)
             self._newer.update({old: new for old, new in replaced.items() if isinstance(old, nn.Parameter)})
         tensors = (*module.parameters(), *module.buffers())
-        new = [t for t in tensors if not dtensors.is_sharded(t) and not t.is_meta and t not in self._placed]
+        new = [t for t in tensors if not dtensors.is_dtensor(t) and not t.is_meta and t not in self._placed]
         for tensor in new:
             tensor.data = tensor.data.to(device)
             self._placed[tensor] = True
@@ -50,7 +50,7 @@ class ParameterReplacements:
         for name, old in before.items():
             if replacements[name] is not old:
                 self._newer[old] = replacements[name]
-                if not dtensors.is_sharded(old):
+                if not dtensors.is_dtensor(old):
                     old.data = old.data.new_empty(0)
 
     def current(self, parameter: Tensor) -> Tensor:

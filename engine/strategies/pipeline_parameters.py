@@ -90,7 +90,7 @@ class StageParameters:
             self.pipeline.weighted = bool(totals[0])
         for stage in self.pipeline.modules.values():
             for stage_parameter in stage.parameters():
-                if last and dtensors.is_sharded(stage_parameter):
+                if last and dtensors.is_dtensor(stage_parameter):
                     # Schedules that split backward do not call the hook that does this.
                     dtensors.to_parameter_layout(stage_parameter)
         for index, (parameter, group, _) in enumerate(self.tied):

@@ -24,7 +24,7 @@ def blocks_of(model: nn.Module, chosen: Sequence[Choice], min_size: int) -> list
     """The modules of ``model`` to shard, recompute or compile one by one, inner ones first; never ``model`` itself.
 
     They are selected by ``chosen`` (classes, names of classes, names of modules with ``*``); without it by ``min_size`` (parameters), else by
-    the method ``blocks()`` of the first module that has one, else by :func:`repeated`.
+    the method ``blocks()`` of the first module that has one, else by :func:`repeated_blocks`.
 
     Raises:
         ValueError: a choice matches no module, or a module without a forward pass; ``blocks()`` returned something that is not in the model.
@@ -37,12 +37,12 @@ def blocks_of(model: nn.Module, chosen: Sequence[Choice], min_size: int) -> list
         _add_large(model, min_size, ids)
     else:
         named = _named_by_model(model)
-        ids = {id(m) for m in (repeated(model) if named is None else named)}
+        ids = {id(m) for m in (repeated_blocks(model) if named is None else named)}
     # In reversed pre-order a module comes after everything inside it.
     return [m for m in reversed(list(model.modules())) if id(m) in ids and m is not model]
 
 
-def repeated(model: nn.Module) -> list[nn.Module]:
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Members with parameters of ``nn.ModuleList`` and ``nn.Sequential``, if at least two are of one class; blocks in blocks are not searched."""
     modules: list[nn.Module] = []
     if isinstance(model, (nn.ModuleList, nn.Sequential)):
@@ -51,7 +51,7 @@ def repeated(model: nn.Module) -> list[nn.Module]:
         modules = [m for m in members if counts[type(m)] > 1]
     for child in model.children():
         if not any(child is m for m in modules):
-            modules += repeated(child)
+            modules += repeated_blocks(child)
     return modules
 
 

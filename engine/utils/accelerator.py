@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from engine.utils import torch_private
-from engine.utils.device_names import KNOWN, hidden_by, hint, is_added
+from engine.utils.device_names import KNOWN, device_hint, hidden_by, is_added
 from engine.utils.errors import nearest
 
 _hidden = False
@@ -47,7 +47,7 @@ def device_type(accelerator: str) -> str:
     """
     if accelerator not in KNOWN and not is_added(accelerator):
         raise ValueError(
-            f"accelerator={accelerator!r} is unknown{hint(accelerator) or nearest(accelerator, KNOWN)}; possible: {', '.join(KNOWN)}, "
+            f"accelerator={accelerator!r} is unknown{device_hint(accelerator) or nearest(accelerator, KNOWN)}; possible: {', '.join(KNOWN)}, "
             "and devices that a package adds to torch, once it is imported"
         )
     if accelerator == "cpu":

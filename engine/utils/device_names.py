@@ -41,7 +41,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 _BF16_PRODUCT = "import torch; a = torch.ones(256, 256, dtype=torch.bfloat16); a @ a"
 
 
-def hint(name: str) -> str:
+def device_hint(name: str) -> str:
     """A hint what to write instead of an unknown device name; may be empty."""
     kind, _, index = name.partition(":")
     if index.isdecimal() and kind in KNOWN:

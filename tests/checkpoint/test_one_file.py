@@ -14,7 +14,7 @@ from support.checkpoints import Tied, train_and_save
 from support.toys import fit
 
 from engine import Callback, DamagedCheckpoint, Engine, TrainModule
-from engine.checkpoint.one_file import is_one_file, pack, unpack
+from engine.checkpoint.one_file import is_one_file, pack_folder, unpack_folder
 from engine.compat.foreign_checkpoints.conversion import convert
 
 
@@ -66,7 +66,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.checkpoint.manifest.JOINED_BYTES", -1)
         folder = train_and_save(root / "run", Tied())
-    pack(folder, root / "x.ckpt")
+    pack_folder(folder, root / "x.ckpt")
     return folder, root / "x.ckpt"
 
 
@@ -85,14 +85,14 @@ def test_what_leads_out_of_the_folder_is_not_unpacked(packed: tuple[Path, Path],
     again(packed[1], tmp_path / "x.ckpt", **{"../outside.json": "{}"})
     assert is_one_file(tmp_path / "x.ckpt")
     with pytest.raises(DamagedCheckpoint, match=r"outside.json is not in the manifest"):
-        unpack(tmp_path / "x.ckpt", tmp_path / "out")
+        unpack_folder(tmp_path / "x.ckpt", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.ckpt"]
 
 
 def test_an_archive_has_the_files_of_its_manifest_and_no_others(packed: tuple[Path, Path], tmp_path: Path) -> None:
     folder, file = packed
     (notes := folder / "notes.txt").write_text("mine")
-    pack(folder, tmp_path / "y.ckpt")
+    pack_folder(folder, tmp_path / "y.ckpt")
     notes.unlink()
     assert (tmp_path / "y.ckpt").read_bytes() == file.read_bytes()  # of one checkpoint it is always the same
     same = again(file, tmp_path / "z.ckpt")
@@ -140,11 +140,11 @@ def test_a_folder_with_a_link_out_of_it_is_not_packed(packed: tuple[Path, Path],
     folder = Path(shutil.copytree(packed[0], tmp_path / "step=00000002"))
     (tmp_path / "secret").write_text("secret")
     os.mkfifo(folder / "fifo")  # is not in the manifest
-    pack(folder, tmp_path / "x.ckpt")
+    pack_folder(folder, tmp_path / "x.ckpt")
     for name in ("notes", "model/notes", "model/model.json"):
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(tmp_path / "secret")
         with pytest.raises(DamagedCheckpoint, match=f"'{name}', which leads out of the checkpoint"):
-            pack(folder, tmp_path / "y.ckpt")
+            pack_folder(folder, tmp_path / "y.ckpt")
         (folder / name).unlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["secret", "step=00000002", "x.ckpt"]

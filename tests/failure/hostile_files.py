@@ -45,7 +45,7 @@ from support.internals import write_folders
 from callbacks import ModelCheckpoint, write_report
 from callbacks.report.runs import logged_at
 from engine import Fit, TrainModule
-from engine.checkpoint.one_file import pack
+from engine.checkpoint.one_file import pack_folder
 from engine.cli.main import main
 from engine.compat.foreign_checkpoints.conversion import convert
 from engine.interop import lightning
@@ -94,7 +94,7 @@ def train(folder, resume=None):
 
 train(root / "run")
 BASE = next((root / "run").rglob("manifest.json")).parent
-pack(BASE, root / "base.ckpt")
+pack_folder(BASE, root / "base.ckpt")
 WHOLE = (root / "base.ckpt").read_bytes()
 NAMES = ["manifest.json", *json.loads((BASE / "manifest.json").read_text())["files"]]
 CONTENT = {name: (BASE / name).read_bytes() for name in NAMES}

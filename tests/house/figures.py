@@ -551,6 +551,28 @@ def names(tree: Tree) -> Figure:
     return Figure("names", len(places), "names that are pronouns or participles", tuple(places))
 
 
+def bare_names(tree: Tree) -> Figure:
+    """A function that other modules of the core import by its bare name has a name that no other such function has: one word, one thing."""
+    sources: dict[str, set[str]] = defaultdict(set)
+    for name in tree.core:
+        for node in tree.nodes[name]:
+            if isinstance(node, ast.ImportFrom):
+                source = tree._source(node, name)
+                functions = _functions_of_module(tree, source) if source in tree.core else frozenset()
+                for alias in node.names:
+                    if alias.name in functions:
+                        sources[alias.name].add(source)
+    places = [f"{word}: {', '.join(sorted(modules))}" for word, modules in sorted(sources.items()) if len(modules) > 1]
+    return Figure("bare_names", len(places), "names that two modules give to different functions", tuple(places))
+
+
+def _functions_of_module(tree: Tree, name: str) -> frozenset[str]:
+    """The functions that a module defines at its top level."""
+    module = tree.nodes[name][0]
+    assert isinstance(module, ast.Module)
+    return frozenset(node.name for node in module.body if isinstance(node, ast.FunctionDef))
+
+
 def _documentation(tree: Tree, name: str) -> Iterator[tuple[str, str]]:
     """The docstrings of a module, of its classes and functions, and the texts under its attributes, each with its place."""
     for node in tree.nodes[name]:
@@ -791,6 +813,7 @@ CHECKS: dict[str, Callable[[Tree], Figure | Iterator[Figure]]] = {
     "docstrings": docstrings,
     "stale": stale,
     "names": names,
+    "bare_names": bare_names,
     "tests_reach": tests_reach,
     "units_by_name": units_by_name,
     "sizes": sizes,

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.metrics import reductions
 from engine.metrics.float32_pairs import folded
 from engine.metrics.log_options import Options
-from engine.metrics.reductions import Slot, on_host, total_of
+from engine.metrics.reductions import Slot, as_floats, total_of
 from engine.utils import accelerator
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def tensors(numbers: list[float]) -> list[torch.Tensor]:
 
 
 def mean_of(pairs: list[Any]) -> float:
-    values, weights = (on_host(list(items)) for items in zip(*pairs, strict=True))
+    values, weights = (as_floats(list(items)) for items in zip(*pairs, strict=True))
     return total_of([v * w for v, w in zip(values, weights, strict=True)]) / total_of(weights)
 
 
@@ -59,7 +59,7 @@ def test_a_mean_is_nearly_exact(count: int) -> None:
     expected = math.fsum(v * w for v, w in zip(exact, weights, strict=True)) / math.fsum(weights)
     assert mean_of(folded(values, weights, "mean", CPU)) == pytest.approx(expected, rel=1e-12)
     small = folded(values, [torch.tensor(w) for w in weights], "sum", CPU)
-    assert total_of(on_host([v for v, _ in small])) == pytest.approx(math.fsum(exact), rel=1e-13)
+    assert total_of(as_floats([v for v, _ in small])) == pytest.approx(math.fsum(exact), rel=1e-13)
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum", "min", "max"])
@@ -78,9 +78,9 @@ def test_an_epoch_of_many_folds(narrow: None, reduce: str) -> None:
     expected = math.fsum(v * w for v, w in zip(numbers, sizes, strict=True)) / sum(sizes)
     found = {
         "mean": lambda: mean_of(pairs),
-        "sum": lambda: total_of(on_host(values)),
-        "min": lambda: min(on_host(values)),
-        "max": lambda: max(on_host(values)),
+        "sum": lambda: total_of(as_floats(values)),
+        "min": lambda: min(as_floats(values)),
+        "max": lambda: max(as_floats(values)),
     }[reduce]()
     wanted = {"mean": expected, "sum": math.fsum(numbers), "min": min(numbers), "max": max(numbers)}[reduce]
     assert found == pytest.approx(wanted, rel=1e-12)
@@ -99,7 +99,7 @@ def test_an_epoch_of_many_folds(narrow: None, reduce: str) -> None:
 def test_whole_numbers_and_infinities() -> None:
     big = 2**40 + 1
     pairs = folded([torch.tensor(big), torch.tensor(True), 2.0**30 + 1], [1, 1, 1], "sum", CPU)
-    assert total_of(on_host([v for v, _ in pairs])) == big + 1 + 2.0**30 + 1
+    assert total_of(as_floats([v for v, _ in pairs])) == big + 1 + 2.0**30 + 1
     for number in (math.inf, -math.inf):
         assert mean_of(folded(tensors([1.0, number]), [1, 1], "mean", CPU)) == number
     assert math.isnan(mean_of(folded(tensors([1.0, math.nan]), [1, 1], "mean", CPU)))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from engine.transforms.blocks import blocks_of, matching, repeated, shared
+from engine.transforms.blocks import blocks_of, matching, repeated_blocks, shared
 
 
 class Block(nn.Module):
@@ -56,7 +56,7 @@ def test_by_default_the_repeated_blocks() -> None:
         "a.0.1",
         "a.0.0",
     ]
-    assert repeated(nn.Linear(1, 1)) == []
+    assert repeated_blocks(nn.Linear(1, 1)) == []
 
 
 @pytest.mark.parametrize(
