@@ -99,7 +99,7 @@ def _indices(run: Run, batch_idx: int, dataloader_idx: int) -> list[int] | None:
     size = getattr(loader, "batch_size", None)
     if not isinstance(size, int) or type(getattr(loader, "sampler", None)) is not SequentialSampler:
         return None
-    group = run.engine.data_group
+    group = run.engine.loss_group
     first = (batch_idx * group.world_size + group.rank) * size
     return [*range(first, min(first + size, len(loader.dataset)))]
 
@@ -198,12 +198,12 @@ class PredictionWriter(Callback):
         self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         prediction = _with_full_tensors(outputs, type(module).__name__)  # a collective for sharded outputs
-        if not run.engine.strategy.speaks:
+        if not run.engine.strategy.is_counted:
             return  # another rank has the same outputs
         if dataloader_idx != self._loader:
             self._write(run)
             self._loader = dataloader_idx
-        ranks = run.engine.data_group  # batches are dealt to them in turn
+        ranks = run.engine.loss_group  # batches are dealt to them in turn
         index = batch_idx * ranks.world_size + ranks.rank
         if not self._waiting:
             self._first = index

@@ -134,7 +134,7 @@ class ThroughputMonitor(Callback):
         seconds = max(seconds / run.world_size, 1e-9)
         values = {"samples_per_sec": (now.samples - before.samples) / seconds, "steps_per_sec": steps / seconds}
         if self.tokens_fn is not None:
-            values["tokens_per_sec"] = own_tokens * run.engine.data_group.world_size / run.world_size / seconds
+            values["tokens_per_sec"] = own_tokens * run.engine.loss_group.world_size / run.world_size / seconds
         elif now.tokens is not None:
             values["tokens_per_sec"] = (now.tokens - (before.tokens or 0.0)) / seconds
         if flops:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.utils.extensions import adapted, completed
+from engine.utils.extensions import adapt, with_advice
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,7 +66,7 @@ class Callback:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if cls.__module__.startswith(("callbacks.", "engine.callbacks.")):
-            completed(cls)
+            with_advice(cls)
 
     runs_last = False
     """Whether each event calls this callback after all others, as checkpoint callbacks need to see what the others logged."""
@@ -211,7 +211,7 @@ def affecting_steps(callbacks: Sequence[Callback]) -> list[Callback]:
 
 def adapted_callbacks(where: str, callbacks: Sequence[Any]) -> tuple[Callback, ...]:
     """Convert the callbacks of other libraries to :class:`Callback` objects; ``where`` names the argument in an error."""
-    result = tuple(item if isinstance(item, Callback) else adapted(item) for item in callbacks)
+    result = tuple(item if isinstance(item, Callback) else adapt(item) for item in callbacks)
     for callback in result:
         if isinstance(callback, type):
             raise TypeError(f"{where} has the class {callback.__name__}: give an object, {callback.__name__}(...)")

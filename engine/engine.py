@@ -36,17 +36,17 @@ from engine.step.optimizer_step import Optimizers, Then
 from engine.step.precision import Precision
 from engine.step.window import Window
 from engine.step.wrappers import AutocastForward, PreparedOptimizer, PreparedScheduler, raw
-from engine.strategies.base import Strategy
+from engine.strategies.base import Strategy, check_groups
 from engine.strategies.foreign_wrappers import check_plain
 from engine.transforms import batch_norm
 from engine.transforms.compile import Transforms, is_whole
 from engine.transforms.float8 import FP8, Layers
 from engine.utils import accelerator
-from engine.utils.extensions import completed
+from engine.utils.extensions import with_advice
 from engine.utils.parameters import parameters_of
 
 
-@completed
+@with_advice
 class Engine:
     """Makes a plain PyTorch loop distributed, in mixed precision, with exact gradient accumulation::
 
@@ -118,7 +118,9 @@ class Engine:
         self.strategy.connect(self.group)
         self.strategy.transform_by(Transforms(recompute, compile))
         self._compile = compile
-        self.data_group = self.strategy.data_group
+        self.data_group, self.loss_group = self.strategy.data_group, self.strategy.loss_group
+        if self.loss_group is not self.data_group:
+            check_groups(self.strategy)
         models: list[nn.Module] = []
         self.window = Window(gradient_sync=self.strategy, models=models)
         self.accumulate_grad_batches = accumulate_grad_batches
@@ -133,9 +135,9 @@ class Engine:
         """The objects prepared by this engine."""
         self.models: Sequence[nn.Module] = models
         """Every prepared model, as :meth:`prepare` returned it."""
-        window = self.window
+        position = self.window.position
         self._float8_layers = Layers(self.precision.fp8, self.group)
-        self._batch_norms = batch_norm.Layers(sync_batchnorm, self.data_group, lambda: window.share.size != 0)
+        self._batch_norms = batch_norm.Layers(sync_batchnorm, self.loss_group, lambda: position.share.size != 0)
         self.snapshot = EngineSnapshot(self.prepared, self.scaler)
         """The state of the prepared objects, for checkpoints."""
         self.checkpoint_writer = CheckpointWriter(self.group)
@@ -156,13 +158,13 @@ class Engine:
     @property
     def accumulate_grad_batches(self) -> int:
         """Micro-batches in a full accumulation window."""
-        return self.window.size
+        return self.window.position.size
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"accumulate_grad_batches={value!r} must be an int of at least 1")
-        self.window.size = value
+        self.window.position.size = value
 
     # -- preparing objects ----------------------------------------------------------------------------------------------------------------
 
@@ -203,7 +205,7 @@ class Engine:
             AutocastForward(self.precision, self.device).attach(model, is_whole(self._compile))
         prepared = self.strategy.setup(model)
         self.prepared.models.append(prepared)
-        self.window.lockstep = self.group.world_size > 1
+        self.window.weights.agreement.lockstep = self.group.world_size > 1
         for optimizer in self.prepared.optimizers:
             self.strategy.repoint(optimizer)
         return prepared
@@ -234,17 +236,18 @@ class Engine:
         self.prepared.schedulers.append(prepared)
         return prepared
 
-    def prepare_data_loader(self, loader: Any, *, place: bool = True) -> PreparedLoader:
+    def prepare_data_loader(self, loader: Any, *, place: bool = True, group: Group | None = None) -> PreparedLoader:
         """Wrap a loader, so that it gives this process its share of the data, on the device. Any iterable will do, also a list of batches.
 
         Args:
             place: move the batches to the device (and floating point inputs to a ``*-true`` precision's dtype).
+            group: the ranks to which the samples are dealt, by default ``data_group``. ``Fit`` gives an evaluation's loaders ``loss_group``.
         """
         if isinstance(loader, PreparedLoader):
             return loader
         dtype, seed = self.precision.parameters, self.prepared.seed
         prepared = PreparedLoader(
-            loader, group=self.data_group, window=self.window, seed=seed, dtype=dtype, place=place
+            loader, group=group or self.data_group, window=self.window, seed=seed, dtype=dtype, place=place
         )
         self.prepared.loaders.append(prepared)
         return prepared
@@ -294,7 +297,8 @@ class Engine:
     @property
     def sync_gradients(self) -> bool:
         """Whether the micro-batch of the current or latest :meth:`accumulate` block ends its accumulation window, so that the optimizer steps."""
-        return self.window.share.last if self.window.accumulating else not self.window.held
+        position = self.window.position
+        return position.share.last if position.accumulating else not position.held
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -311,8 +315,11 @@ class Engine:
 
     def enter_window(self, models: Sequence[nn.Module] = ()) -> None:
         """Begin a micro-batch of ``models`` as :meth:`accumulate` does, but without a block that ends it; for loops that always accumulate."""
-        self.window.enter()
-        self.strategy.sync(models or self.models, self.window.share.last)
+        position, reach = self.window.position, self.window.weights.reach
+        position.enter()
+        if reach is not None and position.share.last:
+            reach.enter_last()
+        self.strategy.sync(models or self.models, position.share.last)
 
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Inside the block, backward passes do not reduce gradients over the ranks."""
@@ -334,17 +341,17 @@ class Engine:
             ValueError: the loss has no graph, or more than one element.
             RuntimeError: gradients were clipped or unscaled already, and not yet used or cleared.
         """
-        window = self.window
-        if window.held and not window.accumulating:
-            window.release()
-        root, divisor = window.weigh(loss, self.data_group.world_size, self.scaler is not None)
+        position, weights = self.window.position, self.window.weights
+        if position.held and not position.accumulating:
+            self.window.release()
+        root, divisor = weights.weigh(loss, self.loss_group.world_size, self.scaler is not None)
         if divisor == 1.0 and self.scaler is None:
             root.backward(**kwargs)
         else:
-            seed = window.seed(divisor, root)
+            seed = weights.seed(divisor, root)
             root.backward(seed if self.scaler is None else self.scaler.seed(seed), **kwargs)
-        if window.watching:
-            window.attribute()
+        if weights.watched is not None:
+            weights.attribute()
 
     def backward_by(self, loss: Tensor | Loss, function: Callable[[Tensor], Any]) -> Tensor:
         """Run :meth:`backward` with your own backward pass.
@@ -370,13 +377,12 @@ class Engine:
         """Call this instead of :meth:`backward` for a micro-batch without a loss. On one process its samples do not count; on several ranks they
         count with a zero gradient."""
         self._batch_norms.refuse_none()
-        window = self.window
-        window.drop(self.data_group.world_size, self.scaler is not None)
+        self.window.weights.drop(self.loss_group.world_size, self.scaler is not None)
         if self.group.world_size > 1:
             self.strategy.backward_nothing(self.models, self.sync_gradients)
 
     def window_has_loss(self) -> bool:
-        """Whether any rank had a loss in the window that ends here. Only a rank without one (``window.fed`` is false) needs to ask."""
+        """Whether any rank had a loss in the window that ends here. Only a rank without one (``window.weights.fed`` is false) needs to ask."""
         return self._stepper.fed()
 
     def discard_window(self) -> None:
@@ -437,7 +443,11 @@ class Engine:
         Raises:
             FloatingPointError: a gradient is not finite.
         """
-        self._stepper.finish([raw(o) for o in optimizers], max_norm=max_norm, max_value=max_value, inside=inside)
+        raw_optimizers = [raw(o) for o in optimizers]
+        if inside:
+            self._stepper.finish_inside(raw_optimizers, max_norm=max_norm, max_value=max_value)
+        else:
+            self._stepper.finish(raw_optimizers, max_norm=max_norm, max_value=max_value)
 
     def average_gradients(self, optimizer: Any) -> None:
         """Average this optimizer's gradients over the ranks now; for models whose backward passes do not reduce gradients (manual optimization)."""
@@ -646,7 +656,9 @@ class Engine:
         Ranks that hold shards of one model see the same samples, which are returned once. Values without tensors (all values, with
         ``use_gather_object``) are gathered as objects: the processes' lists are concatenated.
         """
-        return collectives.gather_samples(self.data_group, input_data, self.window.share.size != 0, use_gather_object)
+        return collectives.gather_samples(
+            self.loss_group, input_data, self.window.position.share.size != 0, use_gather_object
+        )
 
     def reduce(self, tree: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """``tree`` reduced over the processes by ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``, times ``scale``.
@@ -685,12 +697,13 @@ class Engine:
         """Return whether any process has set the flag since the last check, and clear it. All processes call this together."""
         return self._trigger.check()
 
-    def recorder(self, *, on_step: bool, on_epoch: bool, suffix: str = "") -> Recorder:
+    def recorder(self, *, on_step: bool, on_epoch: bool, suffix: str = "", parts: int = 1) -> Recorder:
         """Create a recorder of logged values over this engine's ranks.
 
-        ``on_step`` and ``on_epoch``: the defaults for names logged without these options; ``suffix``: appended to all names.
+        ``on_step`` and ``on_epoch``: the defaults for names logged without these options; ``suffix``: appended to all names; ``parts``: the
+        ranks that log values of the same samples.
         """
-        return Recorder(self.group, self.data_group, self.strategy.speaks, on_step, on_epoch, suffix)
+        return Recorder(self.group, self.loss_group, self.strategy.is_counted, on_step, on_epoch, suffix, parts)
 
     def before_step(self, function: Callable[[], None]) -> None:
         """Call ``function`` once, before the next optimizer step; functions that were passed before are called too."""

@@ -70,7 +70,7 @@ class EngineSnapshot:
 
     def __init__(self, prepared: Prepared, scaler: Scaler | None) -> None:
         self._prepared, self._scaler = prepared, scaler
-        self._strategy, self._window = prepared.strategy, prepared.window
+        self._strategy, self._agreement = prepared.strategy, prepared.window.weights.agreement
 
     # -- collecting -----------------------------------------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class EngineSnapshot:
             "seed": self._prepared.seed,
             "schedulers": [scheduler.state_dict() for scheduler in trained.schedulers],
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "window": self._window.state_dict(),
+            "window": self._agreement.state_dict(),
             "registered": [item.state_dict() for item in self._prepared.registered],
             "loaders": list(loaders),
             "kinds": trained.kinds(),
@@ -119,9 +119,9 @@ class EngineSnapshot:
         )
 
     def _data_rank(self) -> list[int]:
-        """The number of ranks that see different data, this rank's index among them, and 1 if it saves for the ranks with the same data, else 0."""
+        """The number of ranks that see different data, this rank's index among them, and 1 if its losses count, else 0."""
         group = self._strategy.data_group
-        return [group.world_size, group.rank, int(self._strategy.speaks)]
+        return [group.world_size, group.rank, int(self._strategy.is_counted)]
 
     # -- restoring ------------------------------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class EngineSnapshot:
         if self._scaler is not None and shared["scaler"]:
             loaded.load_into("the loss scaler", self._scaler.load_state_dict, shared["scaler"])
         if shared.get("window") is not None:
-            loaded.load_into("the window", self._window.load_state_dict, shared["window"])
+            loaded.load_into("the window", self._agreement.load_state_dict, shared["window"])
         loaded.load_into("objects that are registered", self._restore_registered, shared["registered"])
 
     def _restore_registered(self, states: list[Any]) -> None:

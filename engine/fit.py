@@ -14,23 +14,17 @@ from typing import TYPE_CHECKING, Any, Never
 from torch import nn
 
 from engine import strategies
-from engine.callback import Callback, adapted_callbacks, affecting_steps, with_callbacks_of_module
+from engine.callback import Callback, adapted_callbacks, affecting_steps
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
-from engine.config import combinations
 from engine.config.duration import Duration
 from engine.config.resolve import UNSET, Resolved, resolve, with_real_defaults_in_help
 from engine.config.settings import Settings, checked_setting
 from engine.data.datamodule import DataModule
 from engine.distributed import failures
 from engine.distributed.environments import detect
-from engine.distributed.group import Group
-from engine.engine import Engine
-from engine.launch.script_ranks import joined
-from engine.loop import setup
-from engine.loop.callback_states import check_keys
+from engine.launch.script_ranks import joined_group
 from engine.loop.evaluate import call_hooks, evaluate, predict, sanity_check
-from engine.loop.first_checks import report_misspelled
 from engine.loop.lifecycle import collecting_garbage, in_folder, log_start, session, watched
 from engine.loop.loaders import RunData
 from engine.loop.out_of_memory import noting_what_finds_a_fit
@@ -39,13 +33,14 @@ from engine.loop.rank_checks import compare_models, compare_ranks
 from engine.loop.replay import LeftOut, ReplayedStep, StepWatch, starting_point
 from engine.loop.run import Run
 from engine.loop.run_resume import load_weights, reload_best, resume_run
+from engine.loop.setup import call_setup_hooks, new_run, set_up_evaluation, set_up_training
 from engine.loop.state import Result
 from engine.loop.train import call_epoch_hooks, train
 from engine.module import TrainModule
 from engine.step.precision import Precision
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
-from engine.utils.extensions import adapted, checked, completed
+from engine.utils.extensions import adapt, call_error, with_advice
 from engine.utils.log import StartLog
 
 if TYPE_CHECKING:  # importing these takes a second
@@ -55,7 +50,7 @@ if TYPE_CHECKING:  # importing these takes a second
 
 
 # Written from the fields of Settings by tests/tools/settings_text.py --write: the text of Args, and the arguments of __init__.
-@completed
+@with_advice
 class Fit:
     """Trains, validates, tests and predicts with a :class:`engine.TrainModule`.
 
@@ -215,21 +210,28 @@ class Fit:
         self._trained: Trained | None = None  # the folders of the latest training
         environment = detect(os.environ)
         launched = None if environment.name == "single" else environment.world_size
+        # Only checked here, so that errors come before processes start: each run has a strategy object of its own, which its engine creates.
         strategies.requested(self.settings, self.origins, launched)
+
+    @property
+    def _resolved(self) -> Resolved:
+        return Resolved(self.settings, self.origins, self.sections)
 
     @property
     def is_main_process(self) -> bool:
         """Whether this process is rank 0, before and after runs as well: ``if fit.is_main_process: print(...)``."""
         return detect(os.environ).rank == 0
 
+    @with_real_defaults_in_help
     def run(
         self,
-        module: TrainModule,
+        module: TrainModule = UNSET,
         train_loader: Any = None,
         val_loaders: Any = None,
         *,
         datamodule: DataModule | None = None,
         resume: str | Path | Resume | None = None,
+        **unknown: Never,
     ) -> Result:
         """Train a module::
 
@@ -260,6 +262,8 @@ class Fit:
             KeyboardInterrupt: Ctrl-C was pressed; raised after the step, once callbacks have saved and closed.
             Exception: whatever the module or a callback raised, unchanged.
         """
+        if module is UNSET or unknown:
+            raise call_error(Fit.run, unknown)
         data = _run_data(datamodule, "train", train_loader, validation=val_loaders)
         with (
             noting_what_finds_a_fit(self.names_what_fits),
@@ -267,11 +271,12 @@ class Fit:
             in_folder(run, resume, self._trained),
             session(run),
         ):
+            call_setup_hooks(run)
             self._trained = run.checkpoints.run_folder.trained()
             log_start(run)
             if run.settings.check:
                 compare_models(run)  # before rank 0's parameters overwrite those of the other ranks
-            setup.training(run)
+            set_up_training(run)
             if resume is not None:
                 resume_run(run, resume)
             call_hooks(run, run.hooks.on_fit_start)
@@ -289,47 +294,57 @@ class Fit:
             best_weights = run.checkpoints.best_weights()
         return run.result(best_weights)
 
+    @with_real_defaults_in_help
     def validate(
         self,
-        module: TrainModule,
+        module: TrainModule = UNSET,
         loaders: Any = None,
         *,
         datamodule: DataModule | None = None,
         checkpoint: str | Path | None = None,
         weights: str | None = None,
+        **unknown: Never,
     ) -> list[dict[str, float]]:
         """Run ``validation_step`` on every batch; return one dict of metrics per loader.
 
         ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load its weights first, by default those that its score was
         measured with; ``weights``: load instead ``"trained"``, or the weights that a callback has saved under a name such as ``"ema"``.
         """
+        if module is UNSET or unknown:
+            raise call_error(Fit.validate, unknown)
         return self._evaluate(module, loaders, datamodule, checkpoint, weights, "validate", "validation")
 
+    @with_real_defaults_in_help
     def test(
         self,
-        module: TrainModule,
+        module: TrainModule = UNSET,
         loaders: Any = None,
         *,
         datamodule: DataModule | None = None,
         checkpoint: str | Path | None = None,
         weights: str | None = None,
+        **unknown: Never,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` on every batch; return one dict of metrics per loader.
 
         ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load its weights first, by default those that its score was
         measured with; ``weights``: load instead ``"trained"``, or the weights that a callback has saved under a name such as ``"ema"``.
         """
+        if module is UNSET or unknown:
+            raise call_error(Fit.test, unknown)
         return self._evaluate(module, loaders, datamodule, checkpoint, weights, "test", "test")
 
+    @with_real_defaults_in_help
     def predict(
         self,
-        module: TrainModule,
+        module: TrainModule = UNSET,
         loaders: Any = None,
         *,
         datamodule: DataModule | None = None,
         checkpoint: str | Path | None = None,
         weights: str | None = None,
         return_predictions: bool = True,
+        **unknown: Never,
     ) -> list[Any]:
         """Return the outputs of ``predict_step`` from all ranks, on every rank: on the CPU, one entry per batch, in the order of the data.
 
@@ -337,6 +352,8 @@ class Fit:
         ``weights``: as in :meth:`validate`. ``return_predictions=False``: keep no output in memory and return empty lists, for predictions that
         a callback such as ``PredictionWriter`` writes.
         """
+        if module is UNSET or unknown:
+            raise call_error(Fit.predict, unknown)
         data = _run_data(datamodule, "predict", loaders)
         with (
             _train_module(module).lent(),
@@ -344,7 +361,8 @@ class Fit:
             in_folder(run, checkpoint, self._trained),
             session(run),
         ):
-            prepared = setup.evaluation(run, "predict")
+            call_setup_hooks(run)
+            prepared = set_up_evaluation(run, "predict")
             if not prepared:
                 return []
             load_weights(run, checkpoint, weights)
@@ -398,7 +416,7 @@ class Fit:
         all_callbacks = adapted_callbacks("callbacks", settings.callbacks)
         callbacks = affecting_steps(all_callbacks)
         left_out = [LeftOut(callback.state_key) for callback in all_callbacks if not affecting_steps([callback])]
-        replaying = Fit.from_resolved(Resolved(settings, self.origins, self.sections), [*callbacks, *left_out, watch])
+        replaying = Fit.from_resolved(replace(self._resolved, settings=settings), [*callbacks, *left_out, watch])
         result = replaying.run(module, train_loader, val_loaders, datamodule=datamodule, resume=start.checkpoint)
         if not watch.seen:
             raise ValueError(
@@ -444,10 +462,10 @@ class Fit:
             ValueError, TypeError: as for :meth:`run`; also for data that can be read only once, and for a function whose module reads values of
                 tensors while it is created.
         """
-        from engine.planning import forecast  # planning stands above Fit, and takes a second to import
+        from engine.planning import forecast  # takes a second
 
         return forecast.plan(
-            self,
+            self._resolved,
             *_planned(module, train_loader, datamodule),
             world_size=world_size,
             nodes=nodes,
@@ -482,7 +500,7 @@ class Fit:
         from engine.planning import forecast  # as in :meth:`plan`
 
         return forecast.search_plans(
-            self,
+            self._resolved,
             *_planned(module, train_loader, datamodule),
             world_size=world_size,
             nodes=nodes,
@@ -502,7 +520,7 @@ class Fit:
             ValueError: the module was sharded by another strategy than this ``Fit`` has.
             RuntimeError: a run is using the module.
         """
-        module = adapted(module)
+        module = adapt(module)
         if module.attached:
             raise RuntimeError(
                 "Fit.state_dict() and gathered() are for a module after its run; in a callback, use run.engine.get_state_dict(module)"
@@ -530,7 +548,7 @@ class Fit:
         Raises:
             ValueError, RuntimeError: as for :meth:`state_dict`.
         """
-        with holding(adapted(module), self.state_dict(module, everywhere=everywhere)):
+        with holding(adapt(module), self.state_dict(module, everywhere=everywhere)):
             yield module
 
     def _evaluate(
@@ -551,7 +569,8 @@ class Fit:
             in_folder(run, checkpoint, self._trained),
             session(run),
         ):
-            prepared = setup.evaluation(run, name)
+            call_setup_hooks(run)
+            prepared = set_up_evaluation(run, name)
             if not prepared:
                 return []
             load_weights(run, checkpoint, weights)
@@ -570,53 +589,9 @@ class Fit:
         if any(map(is_not, callbacks, settings.callbacks)):  # some were another library's
             settings = replace(settings, callbacks=callbacks)
         environment = detect(os.environ)
-        with StartLog(environment.rank == 0) as start_log, joined(settings, environment) as group:
-            yield self.new_run(module, stage, group, settings, data, start_log=start_log)
-
-    def new_run(
-        self,
-        module: TrainModule,
-        stage: str,
-        group: Group,
-        settings: Settings,
-        data: RunData,
-        callbacks: Sequence[Callback] | None = None,
-        start_log: StartLog | None = None,
-    ) -> Run:
-        """Create the run of ``module`` on these processes, without setting it up.
-
-        Args:
-            module: the module to run.
-            stage: see :attr:`engine.Run.stage`.
-            group: the processes.
-            settings: the settings of the run.
-            data: the loaders and the data module that the user passed.
-            callbacks: replace those of the settings and of the module.
-            start_log: shows the log on an attached terminal until the first step is done.
-        """
-        engine = Engine(
-            strategy=settings.strategy,
-            precision=settings.precision,
-            on_nonfinite=settings.on_nonfinite,
-            seed=settings.seed,
-            group=group,
-            activation_checkpointing=settings.activation_checkpointing,
-            compile=settings.compile,
-            sync_batchnorm=settings.sync_batchnorm,
-        )
-        settings, origins = combinations.configured_by_strategy(settings, self.origins, engine.strategy)
-        checked(module, *settings.callbacks)
-        callbacks = tuple(
-            c
-            for c in (with_callbacks_of_module(module, settings.callbacks) if callbacks is None else callbacks)
-            if not (settings.fast_dev_run and c.runs_last)
-        )
-        check_keys(callbacks)
-        start_log = start_log or StartLog(False)
-        run = Run(settings, engine, module, callbacks, stage, data, origins, self.sections, start_log)
-        if engine.is_main_process:
-            report_misspelled((module, *callbacks), Callback)
-        return run
+        with StartLog(environment.rank == 0) as start_log, joined_group(settings, environment) as group:
+            resolved = replace(self._resolved, settings=settings)
+            yield new_run(resolved, module, stage, group, data, start_log=start_log)
 
 
 def _planned(
@@ -643,7 +618,7 @@ def _train_module(module: Any) -> TrainModule:
     Raises:
         TypeError: it is no ``TrainModule``.
     """
-    module = adapted(module)
+    module = adapt(module)
     if not isinstance(module, TrainModule):
         if isinstance(module, type) and issubclass(module, TrainModule):
             raise TypeError(
@@ -666,7 +641,7 @@ def _datamodule(datamodule: DataModule | None, loader: Any) -> tuple[DataModule 
     Raises:
         ValueError: there are two data modules.
     """
-    datamodule, loader = (adapted(data) if hasattr(data, "train_dataloader") else data for data in (datamodule, loader))
+    datamodule, loader = (adapt(data) if hasattr(data, "train_dataloader") else data for data in (datamodule, loader))
     if isinstance(loader, DataModule):
         if datamodule is not None:
             raise ValueError("two data modules were given, one as the loader and one as datamodule=: give one of them")

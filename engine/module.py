@@ -18,7 +18,7 @@ from engine.config.hyperparameters import HParams, initial, save, saved_by
 from engine.metrics.recorder import ClosedRecorder, Recorder
 from engine.step.gradients import Loss
 from engine.strategies.deferred_init import reset
-from engine.utils.extensions import completed, missing
+from engine.utils.extensions import missing, with_advice
 from engine.utils.log import warn_once
 from engine.utils.model_export import to_onnx, to_torchscript
 from engine.utils.overrides import overridden
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.loop.run import Run
 
 
-@completed
+@with_advice
 class TrainModule(nn.Module):
     """Base class of models that :class:`engine.Fit` trains: define ``training_step`` and ``configure_optimizers``.
 

@@ -289,6 +289,6 @@ def test_decorated_functions_keep_their_names() -> None:
 
 def test_gather_for_metrics_alone_honours_weight_zero() -> None:
     e = engine()
-    e.window.share = new_share(0, 1.0, 1.0, True)
+    e.window.begin(new_share(0, 1.0, 1.0, True))
     assert e.gather_for_metrics(torch.ones(3)).tolist() == []
     assert e.gather_for_metrics(["a"]) == []

@@ -7,7 +7,7 @@
 
 ``state/rank=...``, each rank's own::
 
-    place                               number of ranks with different data, this rank's index among them, and whether it saves for its data
+    place                               number of ranks with different data, this rank's index among them, and whether its losses count
     rng
     streams                             each loader's state besides its position
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.tensors import Stored
-from engine.utils.extensions import answer
+from engine.utils.extensions import advice
 
 COUNT = range(1 << 62)
 NUMBER = (range(-(1 << 62), 1 << 62), float)  # an int is added to a float, and must not overflow it
@@ -197,7 +197,7 @@ class Entries(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name in self._facts:
             return self._facts[name]
-        sentence = answer(ENTRY_PLACE, name)
+        sentence = advice(ENTRY_PLACE, name)
         raise KeyError(f"checkpoint[{name!r}]: {sentence}" if sentence else name)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -205,7 +205,7 @@ class Entries(dict[str, Any]):
         return self[name] if name in self or name in self._facts else default
 
     def __setitem__(self, name: str, value: Any) -> None:
-        sentence = answer(ENTRY_PLACE, name) or (_STORED if name in self._facts else "")
+        sentence = advice(ENTRY_PLACE, name) or (_STORED if name in self._facts else "")
         if sentence:
             raise KeyError(f"checkpoint[{name!r}] cannot be set: {sentence}")
         super().__setitem__(name, value)

@@ -21,7 +21,7 @@ from engine.cli.terminal import DOES_NOT_FIT, OK, UsageError, show, table
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
 from engine.distributed.environments import detect
-from engine.launch.script_ranks import joined
+from engine.launch.script_ranks import joined_group
 from engine.planning.device_table import Link
 from engine.planning.devices import cluster_of
 from engine.planning.forecast import checked_costs
@@ -126,7 +126,7 @@ def _measure(processes: int | None, as_json: bool) -> int:
     if processes is not None and processes < 1:
         raise UsageError(f"--processes {processes}: give at least 1")
     log_to_terminal()
-    with joined(_settings_to_measure(processes)) as group:
+    with joined_group(_settings_to_measure(processes)) as group:
         speeds = measure_machine(group)
         if group.is_main:
             print(
@@ -139,7 +139,7 @@ def _measure(processes: int | None, as_json: bool) -> int:
 
 
 def _settings_to_measure(processes: int | None) -> Settings:
-    """The settings with which :func:`joined` starts the ranks, or joins those that a launcher has started."""
+    """The settings with which :func:`joined_group` starts the ranks, or joins those that a launcher has started."""
     started_ranks = detect(os.environ).world_size
     if started_ranks > 1:  # started by a launcher, or by this command's first process
         if processes not in (None, started_ranks):

@@ -25,7 +25,7 @@ from engine.distributed.environments import detect
 from engine.distributed.group import Group
 from engine.distributed.join import join_alone
 from engine.fit import Fit
-from engine.launch.script_ranks import joined
+from engine.launch.script_ranks import joined_group
 from engine.loop.run import Run
 from engine.loop.stopping import STOP
 from engine.module import TrainModule
@@ -144,7 +144,7 @@ def resume(kind: str, ranks: Ranks) -> None:
 
 def collectives_of_ranks(kind: str, ranks: Ranks) -> None:
     """Check that collectives of several ranks return the defined results."""
-    with joined(Settings(accelerator=kind, devices=ranks.count, strategy="ddp")) as group:
+    with joined_group(Settings(accelerator=kind, devices=ranks.count, strategy="ddp")) as group:
         check_collectives(group)
 
 

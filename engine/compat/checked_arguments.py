@@ -12,7 +12,7 @@ import torch
 
 from engine.compat.refusals import translated
 from engine.compat.table_rows import Argument
-from engine.config.typed_values import converted_arguments, hints
+from engine.config.typed_values import convert_arguments, hints
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -44,12 +44,12 @@ class Constructor:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.call}() {error}") from None
-        bound.arguments.update(converted_arguments(self.call, self.types, self._named(bound)))
+        bound.arguments.update(convert_arguments(self.call, self.types, self._named(bound)))
         if further_arguments := bound.arguments.get(self.keywords):
             types = dict.fromkeys(further_arguments, self.types[self.keywords]) | (
                 {} if self.of is None else hints(self.of)
             )
-            bound.arguments[self.keywords] = converted_arguments(self.call, types, further_arguments)
+            bound.arguments[self.keywords] = convert_arguments(self.call, types, further_arguments)
         return bound
 
     def differing(self, bound: inspect.BoundArguments) -> dict[str, Any]:

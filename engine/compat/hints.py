@@ -1,6 +1,6 @@
 """Adds advice to errors about other trainers' names: what to use here. :mod:`engine.utils.extensions` calls these functions.
 
-:func:`complete` wraps methods that no step calls, and adds attributes that raise to classes, so that steps cost nothing extra.
+:func:`add_advice` wraps methods that no step calls, and adds attributes that raise to classes, so that steps cost nothing extra.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ ANSWERS: dict[str, dict[str, str]] = {
     "strategy": {name: f"this name of Lightning's is {setting!r} here" for name, setting in STRATEGY_NAMES.items()},
 }
 """Place -> name -> what to use instead. A place is a class, a method, or a kind of name such as ``"setting"``."""
-UNWRAPPED = ("TrainModule",)
-"""Classes whose methods are not wrapped, because steps call them; the run adds advice to their errors."""
+UNWRAPPED = ("Fit", "TrainModule")
+"""Classes whose methods are not wrapped: those of ``Fit`` take unknown arguments and raise :func:`engine.utils.extensions.call_error`, those of
+``TrainModule`` are called by steps, and the run adds advice to their errors."""
 # Python 3.13 may append its own suggestion to the message, which is not matched.
 _UNEXPECTED = re.compile(r"(\w+\.\w+)\(\) got an unexpected keyword argument '(\w+)'")
 _CALLS: dict[str, Callable[..., object]] = {}
 
 
-def find(place: str, name: str) -> str:
+def advice(place: str, name: str) -> str:
     """Say what to use instead of ``name``, which ``place`` lacks; an empty string if no known trainer has the name."""
-    return ANSWERS.get(place, {}).get(name, "")
+    sentence = ANSWERS.get(place, {}).get(name, "")
+    return sentence or (_setting_instead(name, _CALLS[place]) if place in _CALLS else "")
 
 
-def complete(cls: type[Any]) -> None:
+def add_advice(cls: type[Any]) -> None:
     """Let errors about attributes and arguments that ``cls`` lacks, but other trainers have, say what to use instead."""
     for call in ARGUMENTS:
         owner, _, method = call.partition(".")
@@ -62,16 +64,16 @@ def explain_call(error: TypeError) -> None:
         return
     call, name = message.groups()
     parameters = [parameter for parameter in inspect.signature(_CALLS[call]).parameters if parameter != "self"]
-    sentence = ARGUMENTS[call].get(name)
-    if sentence is not None:
-        end = f"; {sentence}"
-    elif name in NAMES and NAMES[name] not in parameters:
-        end = f"; here it is a setting: Fit({NAMES[name]}=...)"
-    elif name in OF_SETTINGS:
-        end = f"; here it is a setting: Fit({name}=...)"
-    else:
-        end = hint("setting", name, parameters)
-    error.args = (f"{message[0]}{end}",)
+    error.args = (f"{message[0]}{hint(call, name, parameters)}",)
+
+
+def _setting_instead(name: str, call: Callable[..., object]) -> str:
+    """Say which setting takes the place of an argument that ``call`` lacks; an empty string if none does."""
+    if name in NAMES and NAMES[name] not in inspect.signature(call).parameters:
+        return f"here it is a setting: Fit({NAMES[name]}=...)"
+    if name in OF_SETTINGS:
+        return f"here it is a setting: Fit({name}=...)"
+    return ANSWERS["setting"].get(name, "")
 
 
 def _explaining(call: Callable[P, T]) -> Callable[P, T]:

@@ -37,21 +37,21 @@ class _Unset:
 
 UNSET: Any = _Unset()
 """Marks an argument that was not given, because ``None`` is a possible value."""
-F = TypeVar("F", bound=Callable[..., None])
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def with_real_defaults_in_help(init: F) -> F:
-    """Decorate ``Fit.__init__`` so that ``help`` and ``inspect.signature`` show the setting's default where an argument's default is
-    :data:`UNSET`."""
-    signature = inspect.signature(init)
+def with_real_defaults_in_help(method: F) -> F:
+    """Decorate a method of ``Fit`` so that ``help`` and ``inspect.signature`` do not show ``**unknown``, and where an argument's default is
+    :data:`UNSET` they show the setting's default, or none: a module has to be given."""
+    signature = inspect.signature(method)
     defaults = {setting.name: setting.default for setting in fields(Settings)}
     parameters = []
     for parameter in signature.parameters.values():
-        value = defaults[parameter.name] if parameter.default is UNSET else parameter.default
+        value = defaults.get(parameter.name, parameter.empty) if parameter.default is UNSET else parameter.default
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
             parameters.append(parameter.replace(default=str(value) if isinstance(value, (Duration, Path)) else value))
-    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return init
+    method.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return method
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def converted(hint: Any, value: Any, name: str) -> Any:
     raise failed or wrong_type(name, value, f"{type_text(hint)}{quotes}")
 
 
-def converted_arguments(call: str, types_by_name: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def convert_arguments(call: str, types_by_name: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the arguments of a Python ``call`` to their types.
 
     Args:

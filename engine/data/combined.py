@@ -13,7 +13,7 @@ from engine.data.order import epoch_of_repetition, mixed
 from engine.data.stream import StreamFeed, StreamReader, reader_for
 from engine.data.user_loaders import presharded
 from engine.distributed.group import Group
-from engine.step.window import Share, shares
+from engine.step.position import Share, shares
 from engine.utils.errors import nearest
 from engine.utils.tree import batch_size
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine.data.user_loaders import end_workers
-from engine.step.window import Share
+from engine.step.position import Share
 
 MicroBatch = tuple[Any, Share]
 """A batch for one rank, and its share of its window."""

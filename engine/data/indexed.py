@@ -16,7 +16,7 @@ from engine.data.order import FeistelIndices, SampleOrder, StoredIndices, order_
 from engine.data.user_loaders import altered, end_workers, is_a, presharded
 from engine.distributed.collectives import gather_object, gather_row
 from engine.distributed.group import Group
-from engine.step.window import Share, shares
+from engine.step.position import Share, shares
 from engine.utils.tree import batch_size
 
 WHOLE_WINDOW = Share(size=-1, divisor=1.0, alone=1.0, last=True)

@@ -1,9 +1,9 @@
-"""The prepared loader: it yields the user's batches on the device, in the engine's order, and sets each batch's weight."""
+"""The prepared loader: it yields the user's batches on the device, in the engine's order, each with its share of its window."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,14 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from engine.data.combined import CombinedLoader, combined_feed
-from engine.data.feed import Feed
+from engine.data.feed import Feed, MicroBatch
 from engine.data.indexed import indexed_feed
 from engine.data.prefetch import SideStream, ahead
 from engine.data.stream import StreamFeed
 from engine.data.user_loaders import altered
 from engine.distributed.group import Group
-from engine.step.window import NOT_FROM_LOADER, Share, Window
+from engine.step.position import NOT_FROM_LOADER, Share
+from engine.step.window import Window
 from engine.utils import accelerator
 from engine.utils.log import warn_once
 from engine.utils.seed import isolated
@@ -146,10 +147,23 @@ class PreparedLoader:
         if self._next is None or epoch != self._next.epoch:
             self._next = Start(epoch)
 
-    def __iter__(self) -> Generator[Any, None, None]:
-        window, device, dtype = self._window, self._group.device, self._dtype
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches, for loops that do not handle shares: while a batch is used, its share is that of the engine's window.
+
+        Passes may be nested: when one ends, the window has the share from before it again.
+        """
+        position = self._window.position
+        with position.nested(), contextlib.closing(self.micro_batches()) as micro_batches:
+            for batch, share in micro_batches:
+                position.share = share
+                yield batch
+                del batch  # so that the next batch can use its memory
+
+    def micro_batches(self) -> Generator[MicroBatch, None, None]:
+        """Yield the batches of the next pass, each with its share of its window."""
+        device, dtype = self._group.device, self._dtype
         start = self._next or Start(self.epoch + 1)
-        current = self._pass = Pass(start, self.window_size or window.size)
+        current = self._pass = Pass(start, self.window_size or self._window.position.size)
         self._next = None
         moves = self._moves and (device.type != "cpu" or dtype is not None)
         moves = moves or self.transfer is not None
@@ -160,12 +174,11 @@ class PreparedLoader:
         # With hooks nothing is copied ahead: they may read the model, and are called when their batch is next.
         if moves and not self.transfer and accelerator.has_streams(device):
             batches, moves = ahead(batches, SideStream(device, dtype), self._feed.reads_ahead), False
-        outer = window.share
         try:
             for batch, share in batches:
-                window.share = current.share = share
+                current.share = share
                 current.yielded += 1
-                yield transfer.move(batch, device, dtype) if moves else batch
+                yield transfer.move(batch, device, dtype) if moves else batch, share
                 del batch  # so that the next batch can use its memory
             current.over = True
             # Feeds that count batches do not exhaust the iterator, which is released here: if garbage collection found it in a cycle, it would
@@ -174,8 +187,6 @@ class PreparedLoader:
         except GeneratorExit:  # the caller ended the pass early: worker processes must not wait for the next one
             self._feed.stop_pass()
             raise
-        finally:
-            window.share = outer
         if not current.yielded and not start.position:
             raise ValueError(
                 f"{type(self.loader).__name__} yielded no batch in epoch {start.epoch}: "
@@ -190,8 +201,8 @@ class PreparedLoader:
         if self.samples is None or self.carried() is not None:
             return None
         start = self._next or Start(self.epoch + 1)
-        with isolated(), contextlib.closing(iter(self)) as batches:
-            batch = next(batches, None)
+        with isolated(), contextlib.closing(self.micro_batches()) as micro_batches:
+            batch = next((batch for batch, _ in micro_batches), None)
         self.close()
         self._next = start
         return batch
@@ -318,7 +329,7 @@ class PreparedLoader:
     @property
     def stride(self) -> int:
         """How far a full accumulation window advances the position, in samples or in batches."""
-        return self._feed.stride(self.window_size or self._window.size)
+        return self._feed.stride(self.window_size or self._window.position.size)
 
 
 def _plain_loader(loader: Any) -> Any:

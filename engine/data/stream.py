@@ -16,7 +16,7 @@ from engine.data.order import mixed
 from engine.data.user_loaders import altered, end_orphan, end_workers, presharded, stateful
 from engine.distributed.collectives import gather_json, gather_row
 from engine.distributed.group import Group
-from engine.step.window import shares
+from engine.step.position import shares
 from engine.utils.log import warn_once
 from engine.utils.seed import isolated
 from engine.utils.tree import batch_size

@@ -60,6 +60,11 @@ class Group:
         return DeviceKind(self.device.type, accelerators.has_fp8(self.device))
 
     @property
+    def ranks(self) -> list[int]:
+        """The ranks of the job that are in this group."""
+        return [self.environment.rank] if self.cpu is None else dist.get_process_group_ranks(self.cpu)
+
+    @property
     def failed(self) -> bool:
         """Whether a run has ended with an error, so that this process leaves the job without waiting for the others. The next ``join`` clears it."""
         return self._joined is not None and self._joined.failed

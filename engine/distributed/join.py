@@ -40,8 +40,8 @@ def join(
     """Join the processes of the job; every process calls this.
 
     With world size 1 no process group is created. Otherwise torch's default group is initialised (gloo for CPU tensors, the device's own back end,
-    such as NCCL, for others), or reused if the user or an earlier ``join`` has initialised it. A group of ours is destroyed at the interpreter's
-    exit.
+    such as NCCL, for others; :func:`engine.distributed.process_groups.initialise` calls ``init_process_group``), or reused if the user or an
+    earlier ``join`` has initialised it. A group of ours is destroyed at the interpreter's exit.
 
     Args:
         environment: this process's rank, world size and addresses.

@@ -6,7 +6,6 @@ import ctypes
 import os
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -35,21 +34,16 @@ class JoinedGroups:
     made_objects: dict[Hashable, object] = field(default_factory=dict)  # results of Group.made_once
 
 
-class StartedRanks(ABC):
-    """The ranks that this process, rank 0, has started. Implemented by :class:`engine.launch.script_ranks.ScriptRanks`."""
+@dataclass(frozen=True, eq=False)
+class StartedJob:
+    """The job whose other ranks this process, rank 0, has started itself (``engine.launch.script_ranks``)."""
 
     environment: Environment
     """The environment of rank 0."""
     store: dist.Store
     """The store in which the ranks meet."""
-
-    @abstractmethod
-    def check(self, error: BaseException | None = None, wait_s: float = 3.0) -> None:
-        """Raise ``RankError`` if another rank has failed. With rank 0's own ``error``, only if that error is a consequence of the failure.
-
-        Args:
-            wait_s: seconds to wait for the failure that may have caused ``error``.
-        """
+    pid: int = field(default_factory=os.getpid)
+    """The process id of rank 0; forks of that process have another one."""
 
 
 class OwnProcess:
@@ -59,17 +53,16 @@ class OwnProcess:
     """The process groups of the job; ``None`` for a job of one process, and after :meth:`leave`."""
     ran_alone = False
     """Whether this process has run without other ranks. Then none can be started: running the same script, they would reach that run first."""
-    _started: StartedRanks | None = None
-    _pid = 0
+    _started: StartedJob | None = None
 
     @property
-    def started(self) -> StartedRanks | None:
-        """The ranks that this process has started; ``None`` if it has started none, and in forked processes."""
-        return self._started if self._pid == os.getpid() else None
+    def started(self) -> StartedJob | None:
+        """The job whose ranks this process has started; ``None`` if it has started none, and in forked processes."""
+        return self._started if self._started is not None and self._started.pid == os.getpid() else None
 
     @started.setter
-    def started(self, ranks: StartedRanks) -> None:
-        self._started, self._pid = ranks, os.getpid()
+    def started(self, job: StartedJob) -> None:
+        self._started = job
 
     def leave(self) -> None:
         """Leave the job: destroy the default group if it is ours, and wait until gloo's threads sleep. Repeated calls do nothing."""

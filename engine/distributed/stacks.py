@@ -1,4 +1,9 @@
-"""The positions of this process's threads: full stacks, and the one line that says most about the training."""
+"""The positions of this process's threads: full stacks, and the one line that says most about the training.
+
+The threads run on while their frames are read. On CPython 3.11 reading ``f_back`` makes a frame object, which may start a garbage collection; a
+finalizer in it may let the other thread run, whose frame is then gone: ``f_back`` returns an arbitrary object, or the interpreter crashes. So all
+frames are collected by ``_frames``, in which no collection starts; once a frame object exists it stays valid.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ from typing import Any
 
 import torch
 
-from engine.utils import accelerator, torch_private
+from engine.utils import accelerator, garbage, torch_private
 
 _LIBRARIES = tuple(
     {
@@ -71,24 +76,14 @@ class Position:
 
 def position(thread: int) -> Position:
     """The position of the thread with this ``threading.get_ident()``."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
+    frames = _frames().get(thread)
+    if not frames:
         return Position("(the thread has ended)", False)
-    frames = []
-    current: FrameType | None = frame
-    while current is not None:
-        frames.append(
-            (
-                current.f_code.co_filename,
-                current.f_lineno,
-                current.f_code.co_name,
-                str(current.f_globals.get("__name__")),
-            )
-        )
-        current = current.f_back
-    debugged = any(name.split(".")[0] in _DEBUGGERS or name in _DEBUGGERS for *_, name in frames)
-    file, number, function, _ = frames[0]
-    line = _user_line([entry[:3] for entry in frames])
+    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
+    debugged = any(name.split(".")[0] in _DEBUGGERS or name in _DEBUGGERS for name in modules)
+    lines = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in frames]
+    file, number, function = lines[0]
+    line = _user_line(lines)
     innermost = "" if line.startswith(f"{file}:{number} ") else f" (now in {Path(file).name}:{number} {function})"
     activity = f"; it is {_doing[thread]}" if thread in _doing else ""
     waits = file.startswith(_WAITING_CODE)
@@ -96,7 +91,7 @@ def position(thread: int) -> Position:
         line + innermost + activity,
         waits,
         debugged,
-        not waits and _DEVICE_WAITS.search(_call_source(frame)) is not None,
+        not waits and _DEVICE_WAITS.search(_call_source(frames[0])) is not None,
     )
 
 
@@ -112,14 +107,14 @@ class LateWorker:
 def late_workers(thread: int) -> list[LateWorker]:
     """Workers that have not started, of the loader for which the thread with this ``threading.get_ident()`` waits. Always empty outside of Linux."""
     workers: Sequence[Any] = ()
-    frame, module = sys._current_frames().get(thread), ""
-    while frame is not None:
+    module = ""
+    for frame in _frames().get(thread, ()):
         module = str(frame.f_globals.get("__name__"))
         if module == "torch.utils.data.dataloader":
-            workers = workers or getattr(frame.f_locals.get("self"), "_workers", ())
+            with garbage.postponed():  # reading the locals of a running frame has the same danger
+                workers = workers or getattr(frame.f_locals.get("self"), "_workers", ())
         elif workers and not module.startswith("engine.data."):
             break  # this module reads the loader
-        frame = frame.f_back
     if not workers:
         return []
     kind, unchanged = _LOADERS.get(module, "data"), _command("self")
@@ -128,6 +123,15 @@ def late_workers(thread: int) -> list[LateWorker]:
         for number, worker in enumerate(workers)
         if unchanged and _command(worker.pid) == unchanged  # torch renames the process when a worker has started
     ]
+
+
+def _frames() -> dict[int, list[FrameType]]:
+    """The frames of each thread by its ``threading.get_ident()``, innermost first."""
+    with garbage.postponed():
+        return {
+            thread: [frame for frame, _ in traceback.walk_stack(innermost)]
+            for thread, innermost in sys._current_frames().items()
+        }
 
 
 def _command(pid: int | str) -> str:
@@ -189,9 +193,10 @@ def all_threads() -> str:
     """The stacks of all Python threads, the innermost line last, in the form of tracebacks."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
-    for ident, frame in sys._current_frames().items():
+    for ident, frames in _frames().items():
         if ident != threading.get_ident():
-            stack = "".join(traceback.format_stack(frame))
+            lines = ((frame, frame.f_lineno) for frame in reversed(frames))
+            stack = "".join(traceback.StackSummary.extract(lines).format())
             parts.append(f"thread {names.get(ident, ident)}:\n{stack}")
     return "\n".join(parts)
 

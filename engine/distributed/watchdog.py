@@ -100,6 +100,8 @@ class Watchdog:
         self._thread, self._native_id = threading.get_ident(), threading.get_native_id()
         # Processor time used up to the latest change of the progress.
         self._processor_s: float | None = time.thread_time()
+        # The same up to the latest look without progress.
+        self._processor_s_at_look: float | None = None
         # By process id, since when a worker is known not to have started (infinity: reported).
         self._late: dict[int, float] = {}
         host = socket.gethostname()
@@ -181,7 +183,14 @@ class Watchdog:
         )
 
     def _report_late_workers(self, now: float) -> None:
-        """Warn, once for each, of workers that do not start, of the loader for which the training waits."""
+        """Warn, once for each, of workers that do not start, of the loader for which the training waits.
+
+        A thread that waits for a worker uses no processor time. One that has used some since the last look runs, and its frames are not read.
+        """
+        used, used_before = stacks.processor_s(self._native_id), self._processor_s_at_look
+        self._processor_s_at_look = used
+        if used is None or used != used_before:
+            return
         late = {worker.pid: worker for worker in stacks.late_workers(self._thread)}
         self._late = {pid: self._late.get(pid, now) for pid in late}
         for pid, since in self._late.items():
@@ -342,6 +351,7 @@ class Watcher(threading.Thread):
         self.pause = pause
         self.dog: Watchdog | None = None
         self._looking, self._ended = threading.Lock(), threading.Event()
+        self._has_warned = False
 
     @classmethod
     def watching(cls, dog: Watchdog, pause: float) -> Watcher:
@@ -376,14 +386,22 @@ class Watcher(threading.Thread):
                     return
 
     def _look(self) -> bool:
-        """Check the progress once; return whether there still is a watchdog to check for.
+        """Check the progress once; return whether there still is a watchdog to check for. An error in a look, which is logged once, does not end
+        the watch: a hang that follows must be found.
 
         This is a method of its own so that no local of :meth:`run` refers to the watchdog, and so to all objects of an ended run, during a pause.
         """
         with self._looking:
             if self.dog is None:
                 return False
-            self.dog.look()
+            try:
+                self.dog.look()
+            except Exception:
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.exception(
+                        "the watchdog could not look at the training; it goes on, and does not report this again"
+                    )
             return True
 
     def end(self) -> None:

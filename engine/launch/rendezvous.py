@@ -140,7 +140,7 @@ class OneMachine(Meeting):
     """A single machine, which needs no rendezvous. Its ranks connect through a store that only this machine reaches; nothing in it is unpickled.
 
     Args:
-        port: port of the first round's store, or 0 for any free port, which later rounds use in any case.
+        port: port of the first round's store; 0 for any free port. The stores of later rounds always have a free port.
         run_id: the job's name; random by default, so that other users of this machine cannot guess it.
     """
 

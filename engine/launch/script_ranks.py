@@ -4,6 +4,18 @@ Rank 0 starts ranks 1 to n-1 by repeating its own command line with torchrun's v
 the script from its first line, and connect to rank 0 where it joins the group. Rank 0's own environment is not changed. While rank 0 trains, a
 rank that ends for any reason ends all: the other ranks are terminated, and rank 0 raises a ``RankError`` with the first traceback. When rank 0
 ends, all ranks end.
+
+A thread of rank 0 (``_monitor``) notices that a rank has failed and writes the report. How rank 0 learns of it depends on where rank 0 is:
+
+==========================================  =====================================================================================
+rank 0                                      way out
+==========================================  =====================================================================================
+waits for other ranks to join, or in a      ``check`` or the collective raises, at once. ``fail`` replaces the collective's error by
+collective                                  the ``RankError``: for callbacks in ``engine.loop.lifecycle``, for the caller in ``training``
+runs Python code                            after ``INTERRUPT_S`` an empty ``RankError`` interrupts it, which ``fail`` replaces in the same way
+is in native code and does not react        after ``GIVE_UP_S`` the process prints the report and ends (``_end_all``)
+is done with training                       it goes on; at its exit ``end_with_process`` prints the report and exits with status 1
+==========================================  =====================================================================================
 """
 
 from __future__ import annotations
@@ -21,12 +33,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from enum import Enum
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from engine import strategies
 from engine.config.settings import Settings
 from engine.distributed import failures, stores
 from engine.distributed.addresses import LOOPBACK
@@ -35,13 +46,15 @@ from engine.distributed.environments.environment import as_text
 from engine.distributed.failures import Interrupt
 from engine.distributed.group import Group
 from engine.distributed.join import join
-from engine.distributed.own_process import StartedRanks, own_process
+from engine.distributed.own_process import StartedJob, own_process
 from engine.launch.first_failure import first_failure, lines_of_others, report, summary
 from engine.launch.supervisor import FAIL_S, CommandRank, Rank, Supervisor, variables_of
 from engine.utils import accelerator, scratch
 from engine.utils.errors import TERMINATED, RankError
 from engine.utils.log import logger, warn_once
 
+CAUSE_S = 3.0
+"""Time (s) that rank 0, after an error that only says that another rank is gone, waits for that rank's failure."""
 PATIENCE_S = 10.0
 """Time (s) after which rank 0, once it is done, logs that it waits for other ranks."""
 INTERRUPT_S = 2.5
@@ -73,7 +86,7 @@ _DEFAULTS = {"PYTHONBREAKPOINT": f"{__name__}.pass_breakpoint"}
 
 
 @contextlib.contextmanager
-def joined(settings: Settings, environment: Environment | None = None) -> Iterator[Group]:
+def joined_group(settings: Settings, environment: Environment | None = None) -> Iterator[Group]:
     """Join the processes of this job for the block. An error that only says that another rank is gone is replaced by that rank's error.
 
     ``environment``: this process's environment, if the caller has read it already.
@@ -83,9 +96,8 @@ def joined(settings: Settings, environment: Environment | None = None) -> Iterat
     environment = environment or detect(os.environ)
     started: ScriptRanks | None = None
     if environment.world_size == 1 and environment.name == "single":
-        strategies.get(settings.strategy, 1)  # raises for an unknown name before processes are started
         started = _start_for(kind, settings)
-        environment = started.environment if started else environment
+        environment = started.job.environment if started else environment
     else:
         _check_started(environment, settings)
     index = (
@@ -96,7 +108,9 @@ def joined(settings: Settings, environment: Environment | None = None) -> Iterat
         yield join(environment, device, timeout=timeout, debug=settings.debug)
         return
     with started.training():
-        yield join(environment, device, timeout=timeout, store=started.store, check=started.check, debug=settings.debug)
+        yield join(
+            environment, device, timeout=timeout, store=started.job.store, check=started.check, debug=settings.debug
+        )
 
 
 def _start_for(kind: str, settings: Settings) -> ScriptRanks | None:
@@ -156,26 +170,39 @@ def _launcher(environment: Environment) -> str:
     return "fit launch or torchrun" if environment.name == "torchrun" else environment.name
 
 
-class ScriptRanks(StartedRanks):
+class Phase(Enum):
+    """A phase of rank 0's script. While rank 0 needs the other ranks, any end of one of them is a failure."""
+
+    STARTING = "has not trained yet"
+    TRAINING = "joins the other ranks and trains"
+    FAILED = "has an error that ends, or has ended, its training"
+    DONE = "has trained, or Ctrl-C has ended its training"
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether rank 0 needs the other ranks."""
+        return self in (Phase.STARTING, Phase.TRAINING)
+
+
+class ScriptRanks:
     """The other ranks, which this process, rank 0, has started. Created by :func:`start`.
 
-    ``environment`` describes rank 0 and ``store`` is the store of the rendezvous:
-    ``join(started.environment, device, timeout=..., store=started.store, check=started.check)``.
+    Args:
+        job: rank 0's environment and the store of the rendezvous:
+            ``join(ranks.job.environment, device, timeout=..., store=ranks.job.store, check=ranks.check)``.
+        directory: the folder of the ranks' error files.
     """
 
-    def __init__(self, environment: Environment, store: dist.Store, ranks: Sequence[Rank], directory: Path) -> None:
-        self.environment = environment
-        self.store = store
+    def __init__(self, job: StartedJob, ranks: Sequence[Rank], directory: Path) -> None:
+        self.job = job
         self._directory = directory
-        self._pid = os.getpid()
+        self._phase = Phase.STARTING
+        self._interrupt = Interrupt(RankError)  # allowed while rank 0 needs the other ranks
         self._lock = threading.Lock()
         self._failed = threading.Event()  # set once _report is final
         self._report = ""
-        self._reported = False
-        # Forbidden when rank 0's thread does not need other ranks, or knows of the failure.
-        self._interrupt = Interrupt(RankError)
-        self._broken = False  # whether the last training ended with an error, so that other ranks may wait forever
-        self._preempted = False  # whether the last training was ended by SIGTERM
+        self._reported = False  # whether the caller got the report
+        self._preempted = False  # whether SIGTERM has ended the last training that did not end well
         self._supervisor = Supervisor(ranks)
         self._threads: list[threading.Thread] = []
         self._run_in_thread(self._monitor, "fit-ranks")
@@ -184,67 +211,79 @@ class ScriptRanks(StartedRanks):
     def training(self) -> Iterator[None]:
         """A context for all that needs the other ranks (joining, ``Fit.run``): inside the block any end of another rank is a failure.
 
-        The ranks are needed between :func:`start` and the first such block, too. Raises the errors of :meth:`check`, at the block's start and
-        in place of a collective's error.
+        The ranks are needed between :func:`start` and the first such block, too. Raises the errors of :meth:`check` at the block's start, and
+        those of :meth:`fail` in place of the block's own.
         """
-        self._interrupt.allow()
-        self._has_failure()
-        self.check()
-        self._broken = True
+        self._enter(Phase.TRAINING)
         try:
+            self._note_failure()  # of a rank that has ended meanwhile
+            self.check()
             yield
-            self._broken = False
+            self._enter(Phase.DONE)
         except BaseException as error:
-            self._preempted = isinstance(error, SystemExit)
-            self._broken = not isinstance(error, KeyboardInterrupt)
-            self.check(error)
+            self.fail(error)
             raise
-        finally:
-            self._interrupt.forbid()
 
-    def check(self, error: BaseException | None = None, wait_s: float = 3.0) -> None:
-        """Raise if another rank has failed.
+    def check(self) -> None:
+        """Raise ``RankError`` if another rank has failed. Its message has the first failure's rank, exit code or signal, and traceback."""
+        if self._failed.is_set():
+            self._raise_report(None)
 
-        Args:
-            error: rank 0's exception, if there is one. If it only says that other ranks are gone (``failures.blames_peer``), wait up to
-                ``wait_s`` seconds for the cause. For any other error nothing is raised, because it is rank 0's own.
+    def fail(self, error: BaseException) -> None:
+        """End rank 0's training because of ``error``: other ranks are no longer needed, and rank 0 is not interrupted. Repeated calls are fine.
+
+        An error that only says that other ranks are gone (``failures.blames_peer``) has its cause in one of them, which may be noticed
+        up to ``CAUSE_S`` seconds later; any other error is rank 0's own.
 
         Raises:
-            RankError: another rank failed; the message has the first failure's rank, exit code or signal, and traceback.
+            RankError: another rank has failed, and ``error`` is a consequence.
         """
-        if error is not None and (not failures.blames_peer(error) or (isinstance(error, RankError) and str(error))):
-            self._interrupt.forbid()
-            return
-        if self._failed.wait(wait_s if error is not None else 0.0):
-            self._interrupt.forbid()
-            self._reported = True
-            raise RankError(self._report) from (error if error is not None and str(error) else None)
-        if error is not None:
-            self._interrupt.forbid()
+        self._interrupt.forbid()  # rank 0 has reacted; it still needs the ranks until the cause is known
+        is_consequence = failures.blames_peer(error) and not (isinstance(error, RankError) and str(error))
+        if is_consequence:
+            self._failed.wait(CAUSE_S)
+        self._preempted = isinstance(error, SystemExit)
+        self._enter(Phase.DONE if isinstance(error, KeyboardInterrupt) else Phase.FAILED)
+        if is_consequence and self._failed.is_set():
+            self._raise_report(error if str(error) else None)
+
+    def _raise_report(self, consequence: BaseException | None) -> None:
+        """Raise the failure that was noted. ``consequence``: rank 0's error, to show below it."""
+        self._reported = True
+        raise RankError(self._report) from consequence
 
     def require_world_size(self, world_size: int) -> None:
         """Raise ``RuntimeError`` if a run needs a different number of ranks."""
-        if self.environment.world_size != world_size:
+        started = self.job.environment.world_size
+        if started != world_size:
             raise RuntimeError(
-                f"{world_size} ranks were requested, but this process has started {self.environment.world_size} before and keeps them until "
+                f"{world_size} ranks were requested, but this process has started {started} before and keeps them until "
                 "it ends. Use the same number of devices for every run of one script."
             )
 
     def end_with_process(self) -> None:
         """Wait for the other ranks, or end them if rank 0 ends with an error. The interpreter calls this at its exit."""
-        if os.getpid() != self._pid:  # a fork of rank 0
+        if os.getpid() != self.job.pid:  # a fork of rank 0
             return
-        self._interrupt.forbid()
+        if self._phase is Phase.STARTING:
+            self._enter(Phase.DONE)
+        elif self._phase is Phase.TRAINING:  # in a daemon thread
+            self._enter(Phase.FAILED)
         # The interpreter sets these when it prints an uncaught exception.
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         with contextlib.suppress(KeyboardInterrupt):
             if isinstance(error, Exception):
                 self._supervisor.await_other_failures()
-            elif self._broken or error is not None:  # after Ctrl-C, which other ranks got, too, they may be saving
+            elif (
+                self._phase is Phase.FAILED or error is not None
+            ):  # after Ctrl-C, which other ranks got, too, they may be saving
                 self._supervisor.await_end(FAIL_S, until=self._failed)
             else:
                 self._await_others()
-        failed = not isinstance(error, KeyboardInterrupt) and self._has_failure()
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if not interrupted:
+            self._note_failure()
+        failed = self._failed.is_set() and not interrupted
         self._supervisor.end(signal.SIGTERM, FAIL_S)
         if isinstance(error, Exception) and not self._reported:  # rank 0's own error, whose traceback was printed
             print(self._after(error), end="", file=sys.stderr, flush=True)
@@ -268,16 +307,21 @@ class ScriptRanks(StartedRanks):
             self._supervisor.changed.wait()
             self._supervisor.changed.clear()
             running = bool(self._supervisor.running())
-            if self._lost(self._needed()):
+            if self._lost(self._phase.needs_ranks):
                 self._supervisor.await_other_failures()
-                if self._has_failure():
+                self._note_failure()
+                if self._failed.is_set():
                     break
-        if self._failed.is_set() and self._needed():
+        if self._failed.is_set() and self._phase.needs_ranks:
             self._end_all()
 
-    def _needed(self) -> bool:
-        """Whether rank 0 needs the other ranks now, as it does before the first training and in each training."""
-        return not self._interrupt.forbidden.is_set()
+    def _enter(self, phase: Phase) -> None:
+        """Change what rank 0, the calling thread, is doing. Only while it needs the other ranks may their failure interrupt it."""
+        if phase.needs_ranks:
+            self._interrupt.allow()
+        else:
+            self._interrupt.forbid()
+        self._phase = phase
 
     def _lost(self, needed: bool) -> list[Rank]:
         """The ended ranks whose end is a failure, which any end is while the ranks are needed."""
@@ -288,24 +332,24 @@ class ScriptRanks(StartedRanks):
             if rank.exit_code is not None and not rank.ended_by_launcher and (needed or rank.exit_code not in fine)
         ]
 
-    def _has_failure(self) -> bool:
-        """Whether a rank has failed; on the first failure, write the report."""
+    def _note_failure(self) -> None:
+        """Write the report of the first failure, if a rank has failed and there is no report yet."""
         with self._lock:
-            needed = self._needed()
-            if not self._failed.is_set() and (lost := self._lost(needed)):
-                failure = first_failure(self._supervisor.ranks if needed else lost, still_needed=needed)
-                assert failure is not None
-                ended = "rank 0: was ended because of it" if needed else ""
-                self._report = "\n".join([failure.report, "", *filter(None, (ended, failure.other_failures))]).rstrip()
-                self._failed.set()
-        return self._failed.is_set()
+            needed = self._phase.needs_ranks
+            if self._failed.is_set() or not (lost := self._lost(needed)):
+                return
+            failure = first_failure(self._supervisor.ranks if needed else lost, still_needed=needed)
+            assert failure is not None
+            ended = "rank 0: was ended because of it" if needed else ""
+            self._report = "\n".join([failure.report, "", *filter(None, (ended, failure.other_failures))]).rstrip()
+            self._failed.set()
 
     def _end_all(self) -> None:
         """End the other ranks after a failure, interrupt rank 0, and end rank 0's process if it does not react."""
         self._run_in_thread(functools.partial(self._supervisor.end, signal.SIGTERM, FAIL_S), "fit-terminate")
         if self._interrupt.forbidden.wait(INTERRUPT_S):
             return
-        self._interrupt.interrupt()  # reaches Python code outside collectives; ``check`` adds the message
+        self._interrupt.interrupt()  # reaches Python code outside collectives; ``fail`` adds the message
         if self._interrupt.forbidden.wait(GIVE_UP_S - INTERRUPT_S):
             return
         self._supervisor.end(signal.SIGTERM, 0.0)
@@ -341,10 +385,12 @@ class ScriptRanks(StartedRanks):
         os._exit(1)
 
 
+_current: ScriptRanks | None = None
+
+
 def current() -> ScriptRanks | None:
     """The ranks that :func:`start` has started in this process; ``None`` if it was not called, in the other ranks, and in forks."""
-    started = own_process.started
-    return started if isinstance(started, ScriptRanks) else None
+    return _current if _current is not None and _current.job.pid == os.getpid() else None
 
 
 def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> ScriptRanks:
@@ -358,6 +404,7 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Scr
             earlier run used one process.
         ValueError: ``world_size`` is less than 2.
     """
+    global _current
     if world_size < 2:
         raise ValueError(f"world_size={world_size}: to start other ranks it must be at least 2")
     started = current()
@@ -367,9 +414,9 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Scr
     command = repeatable(world_size)
     if own_process.ran_alone:
         raise RuntimeError(
-            f"{world_size} processes were requested, but an earlier Fit or Engine of this script has run in one process. The other ranks repeat the "
-            f"script from its first line, and would reach that one first. Use the same number of devices for every run of one script (the first "
-            f"may also use devices={world_size}), or write two scripts"
+            f"{world_size} processes were requested, but an earlier Fit or Engine of this script has run in one process. The other ranks "
+            f"repeat the script from its first line, and would reach that earlier run first. Use the same number of devices for every run of one "
+            f"script (the first may also use devices={world_size}), or write two scripts"
         )
     store = stores.serve(LOOPBACK, 0, timeout=timeout, world_size=world_size)
     threads = _share_threads(world_size)
@@ -380,11 +427,11 @@ def start(world_size: int, *, timeout: timedelta = timedelta(minutes=30)) -> Scr
     directory = scratch.make_directory("fit-ranks-")
     other_ranks = _start_others(command, world_size, store.port, directory, {**threads, **_DEFAULTS, **interface})
     environment = Environment("relaunch", 0, world_size, 0, world_size, 1, "127.0.0.1", store.port, agent_store=True)
-    ranks = ScriptRanks(environment, store, other_ranks, directory)
-    own_process.started = ranks
-    atexit.register(ranks.end_with_process)
+    job = StartedJob(environment, store)
+    own_process.started, _current = job, ScriptRanks(job, other_ranks, directory)
+    atexit.register(_current.end_with_process)
     sys.excepthook = failures.hook(environment)
-    return ranks
+    return _current
 
 
 def _start_others(

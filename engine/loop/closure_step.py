@@ -20,7 +20,7 @@ from engine.loop.steps import AutomaticOptimization, run_for_matching, warn_with
 from engine.metrics.torchmetrics_states import unchanged
 from engine.module import TrainModule, overrides
 from engine.step.optimizers import needs_closure
-from engine.step.window import Share
+from engine.step.position import Share
 from engine.step.wrappers import PreparedOptimizer
 from engine.utils import accelerator
 from engine.utils.parameters import is_sharded, parameters_of
@@ -161,7 +161,7 @@ class ClosureOptimization(AutomaticOptimization):
         """Once all gradients of the window are computed: unscale them, and compute the window's loss."""
         engine = self.run.engine
         self.outputs, self._evaluated, self._clipped, self.loss = outputs, True, False, None
-        self._window_has_loss = engine.window.fed or engine.window_has_loss()
+        self._window_has_loss = engine.window.weights.fed or engine.window_has_loss()
         if not self._window_has_loss:
             return
         engine.unscale_gradients(self.optimizers)
@@ -177,7 +177,7 @@ class ClosureOptimization(AutomaticOptimization):
             if self._summed.value is None
             else self._summed.value
         )
-        mean = engine.strategy.sum(value) / engine.data_group.world_size
+        mean = engine.strategy.sum(value) / engine.loss_group.world_size
         self.loss = torch.as_tensor(mean if total is None else mean / total)
         if self._may_change_parameters_first:
             self._fingerprint_at_evaluation = self._fingerprint()
@@ -195,7 +195,8 @@ class ClosureOptimization(AutomaticOptimization):
         self._summed.value, outputs = None, None
         with logging_nothing(run):
             for number, (batch, index, share) in enumerate(self._window):
-                window.share, recorder.size, recorder.batch = share, share.size, batch
+                window.begin(share)
+                recorder.size, recorder.batch = share.size, batch
                 outputs = self._evaluate(batch, index, share, number == 0)
         self._finish_window(outputs)
 
@@ -309,13 +310,8 @@ class ClosureOptimization(AutomaticOptimization):
 @contextmanager
 def logging_nothing(run: Run) -> Iterator[None]:
     """Inside the block, discard what the module logs, and updates of its torchmetrics objects."""
-    recorder = run.logbook.recorder
-    size, batch = recorder.size, recorder.batch
-    try:
-        with run.logbook.silenced(), unchanged(run.module):
-            yield
-    finally:
-        recorder.size, recorder.batch = size, batch
+    with run.logbook.silenced(), unchanged(run.module):
+        yield
 
 
 def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:

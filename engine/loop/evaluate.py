@@ -143,7 +143,7 @@ def predict(run: Run, loaders: Sequence[PreparedLoader], keep: bool = True) -> l
                 results.append([])
                 continue
             outputs_of_rank = [map_tensors(lambda t: full_tensor(t).cpu(), out) for out in outputs]
-            by_rank = gather_object(run.engine.data_group, outputs_of_rank)
+            by_rank = gather_object(run.engine.loss_group, outputs_of_rank)
             # Batches are dealt to the ranks in turn; the last ranks may have one fewer.
             by_turn = itertools.zip_longest(*by_rank, fillvalue=_NO_BATCH)
             results.append([out for turn in by_turn for out in turn if out is not _NO_BATCH])
@@ -170,31 +170,33 @@ def batches(
     control.agreement.restart()
     began = time.perf_counter()
     number = -1
-    # Not enumerate(), which would keep the last batch alive.
-    for batch in loader if limit is None else itertools.islice(loader, limit):
-        number += 1
-        began, waited = time.perf_counter(), time.perf_counter() - began
-        run.pulse += 1
-        if control.agreement.poll(control.urgency, waited):
-            control.accept()
-            if control.preempted:
-                raise Preempted
-        size = engine.window.share.size
-        if not size and not engine.strategy.matched_forward:
-            continue  # this rank has no more data, and repeats samples that need not be computed
-        logbook.recorder.size, logbook.recorder.batch = size, batch
-        # Hooks do not get a repeated batch, which is computed only for the collectives in the forward pass.
-        for hook in starts if size else ():
-            hook(run, module, batch, number, *loader_index)
-        with autocast, nullcontext() if size else unchanged(module, logbook.recorder.metrics):
-            outputs = step(batch, number, *loader_index)
-        for hook in ends if size else ():
-            hook(run, module, outputs, batch, number, *loader_index)
-        if size:
-            yield outputs
-        batch = outputs = logbook.recorder.batch = (
-            None  # frees its memory before the next batch is copied to the device
-        )
+    with engine.window.position.nested():
+        # Not enumerate(), which would keep the last batch alive.
+        for batch, share in itertools.islice(loader.micro_batches(), limit):
+            number += 1
+            began, waited = time.perf_counter(), time.perf_counter() - began
+            run.pulse += 1
+            if control.agreement.poll(control.urgency, waited):
+                control.accept()
+                if control.preempted:
+                    raise Preempted
+            engine.window.begin(share)
+            size = share.size
+            if not size and not engine.strategy.matched_forward:
+                continue  # this rank has no more data, and repeats samples that need not be computed
+            logbook.recorder.size, logbook.recorder.batch = size, batch
+            # Hooks do not get a repeated batch, which is computed only for the collectives in the forward pass.
+            for hook in starts if size else ():
+                hook(run, module, batch, number, *loader_index)
+            with autocast, nullcontext() if size else unchanged(module, logbook.recorder.metrics):
+                outputs = step(batch, number, *loader_index)
+            for hook in ends if size else ():
+                hook(run, module, outputs, batch, number, *loader_index)
+            if size:
+                yield outputs
+            batch = outputs = logbook.recorder.batch = (
+                None  # frees its memory before the next batch is copied to the device
+            )
     logbook.recorder.size = 1
 
 

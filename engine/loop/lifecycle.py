@@ -1,9 +1,9 @@
-"""The frame around every run: its folder, torch's flags, setup, error handling, teardown; around its steps the watchdog and garbage collection."""
+"""The frame around every run: its folder, torch's flags, signals, error handling, teardown; around its steps the watchdog and garbage collection."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,18 +17,16 @@ from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import RunFolder, Trained
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
-from engine.data.order import mixed
 from engine.distributed import failures
-from engine.distributed.own_process import own_process
 from engine.distributed.watchdog import Watchdog, explain_mismatch
+from engine.launch import script_ranks
 from engine.loop.method_arguments import accepting
 from engine.loop.run import Run
 from engine.loop.stopping import Preempted
-from engine.module import TrainModule, overrides
 from engine.utils import cuda
 from engine.utils.errors import TERMINATED, CheckError, RankError
+from engine.utils.extensions import explain_call
 from engine.utils.log import logger
-from engine.utils.seed import seed_everything
 
 
 @contextmanager
@@ -47,16 +45,10 @@ def session(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def frame(run: Run, building: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Iterator[None]:
-    """Set up the run; at the end, also after an error, tear it down. Errors are passed to every callback and propagate unchanged.
-
-    Args:
-        building: a context for ``configure_model``, around that of the strategy.
-    """
-    module = run.module
+def frame(run: Run) -> Iterator[None]:
+    """At the block's end, also after an error, tear the run down. Errors are passed to every callback and propagate unchanged."""
     try:
-        module.attach(run)
-        _set_up(run, building)
+        run.module.attach(run)
         with suppress(Preempted):
             yield
         _end_early(run)
@@ -128,10 +120,10 @@ def _cause(run: Run, error: BaseException) -> BaseException:
     """Return the error to report to callbacks and the caller: ``error``, or the one that caused it, such as another rank's failure."""
     if run.interrupted and not isinstance(error, KeyboardInterrupt):
         error = KeyboardInterrupt()  # data workers get Ctrl-C too, and their exit is noticed first
-    started = own_process.started
-    if started is not None:
+    ranks = script_ranks.current()
+    if ranks is not None:
         try:
-            started.check(error)
+            ranks.fail(error)
         except RankError as rank_error:
             return rank_error
     return error
@@ -155,42 +147,10 @@ def _summary(run: Run, cause: str) -> str:
     return f"{end}; nothing is saved{' yet' if saves else f': callbacks=ModelCheckpoint() saves after {cause} too'}"
 
 
-def _set_up(run: Run, building: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Seed, prepare data, call ``setup`` and ``configure_model``."""
-    stage, module, datamodule, seed = run.stage, run.module, run.datamodule, run.settings.seed
-    if seed is not None:
-        seed_everything(seed)
-    if datamodule is not None:
-        datamodule.attach(run)
-        _prepare_data(run, datamodule)
-    if overrides(module, "prepare_data"):
-        _prepare_data(run, module)
-    if datamodule is not None:
-        accepting(datamodule.setup, datamodule, "setup", DataModule)(stage)
-    for hook in run.hooks.setup:
-        hook(run, module, stage)
-    if not module.built:
-        with building(), run.engine.strategy.building():
-            module.configure_model()
-    stream = run.engine.strategy.random_stream
-    if stream and stage == "fit":
-        # Ranks see different samples, but with the same random numbers dropout would drop the same units on all ranks.
-        seed_everything(mixed(run.engine.seed, stream) % 2**32)
-
-
-def _prepare_data(run: Run, owner: DataModule | TrainModule) -> None:
-    """Call ``prepare_data`` on one process of each machine, or of the job, while the other processes wait."""
-    engine = run.engine
-    if run.world_size == 1:
-        owner.prepare_data()
-        return
-    with engine.local_main_process_first():
-        if engine.is_local_main_process if owner.prepare_data_per_node else engine.is_main_process:
-            owner.prepare_data()
-
-
 def _fail(run: Run, error: BaseException) -> None:
     """Record that the run failed with ``error``, and call every ``on_exception``; errors in these are logged."""
+    if isinstance(error, TypeError):
+        explain_call(error)
     run.exception = error
     run.engine.group.failed = not isinstance(error, CheckError)  # all ranks raise a CheckError together
     hooks: list[Callable[[], Any]] = [partial(hook, run, run.module, error) for hook in run.hooks.on_exception]

@@ -15,6 +15,7 @@ from engine.data.combined import CombinedLoader
 from engine.data.datamodule import DataModule
 from engine.data.loader import BatchTransfer, PreparedLoader, in_dataset_order
 from engine.distributed.collectives import gather_json
+from engine.distributed.group import Group
 from engine.engine import Engine
 from engine.loop.method_arguments import step_accepting
 from engine.loop.state import TrainState
@@ -250,13 +251,17 @@ class RunLoaders:
             loaders = [loaders]
         if self._is_training and self._settings.overfit_batches:
             loaders = [in_dataset_order(loader) for loader in loaders]
-        prepared = [self._engine.prepare_data_loader(loader) for loader in loaders]
+        prepared = [self._engine.prepare_data_loader(loader, group=self.ranks_of(kind)) for loader in loaders]
         self.sources[kind], self.prepared[kind] = source, prepared
         for index, loader in enumerate(prepared):
             loader.transfer = hooked_transfer(self._module, self._datamodule, index)
             if kind != "train":
                 loader.window_size = 1
         return prepared
+
+    def ranks_of(self, kind: str) -> Group:
+        """The ranks that see different samples of one kind of loaders. Ranks that train on parts of the same samples evaluate different ones."""
+        return self._engine.data_group if kind == "train" else self._engine.loss_group
 
     def _limit(self, loader: PreparedLoader, kind: str) -> None:
         """Set the loader's limit in batches, also if the setting is a fraction."""

@@ -9,11 +9,11 @@ from typing import Any
 from engine.loop.logbook import Logbook
 from engine.loop.state import TrainState
 from engine.step.optimizers import OptimizerSet
-from engine.step.window import Share
+from engine.step.position import Share
 
 
 class Optimization(ABC):
-    """Processes the micro-batches and accumulation windows of a training; :func:`engine.loop.setup.optimization` chooses the class."""
+    """Processes the micro-batches and accumulation windows of a training; :func:`engine.loop.setup.choose_optimization` chooses the class."""
 
     accumulates = True
     """Whether the run decides where a window ends, rather than the module."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.data.feed import MicroBatch
 from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import gather, gather_json
 from engine.distributed.group import Group
@@ -42,7 +43,7 @@ def compare_ranks(run: Run) -> None:
     Raises:
         CheckError: ranks differ; raised on all ranks, with the differences.
     """
-    group, strategy = run.engine.data_group, run.engine.strategy
+    group, strategy = run.engine.loss_group, run.engine.strategy
     parameters = run.module.named_parameters()
     _check_equal(group, "parameters", {name: _parameter_fingerprint(strategy, p) for name, p in parameters})
     _check_equal(
@@ -60,14 +61,14 @@ def compare_ranks(run: Run) -> None:
     )
 
 
-def with_first_batch_compared(run: Run, batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield ``batches``. Before the first one, compare its structure over the ranks, and check that gathering its tensors returns them unchanged.
+def with_first_batch_compared(run: Run, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield ``micro_batches``. Before the first one, compare its structure over the ranks, and check that gathering returns its tensors unchanged.
 
     Raises:
         CheckError: the structure differs between the ranks, or a tensor came back changed.
     """
-    for batch in batches:
-        group = run.engine.data_group
+    for batch, share in micro_batches:
+        group = run.engine.loss_group
         tensors = leaves(batch)
         forms = {
             f"tensor {i}": f"{t.dtype}, [batch{''.join(f', {n}' for n in t.shape[1:])}], {t.device.type}"
@@ -76,9 +77,9 @@ def with_first_batch_compared(run: Run, batches: Iterator[Any]) -> Iterator[Any]
         _check_equal(group, "first batches", {"structure": type(batch).__name__, "tensors": len(tensors)} | forms)
         for index, tensor in enumerate(tensors):
             _round_trip(group, index, tensor)
-        yield batch
+        yield batch, share
         break
-    yield from batches
+    yield from micro_batches
 
 
 def _round_trip(group: Group, index: int, tensor: Tensor) -> None:

@@ -46,14 +46,14 @@ from engine.module import TrainModule
 from engine.step.optimizers import OptimizerSet, Schedule
 from engine.step.wrappers import raw
 from engine.utils.errors import nearest
-from engine.utils.extensions import attribute, completed
+from engine.utils.extensions import run_attribute, with_advice
 from engine.utils.garbage import Collector
 from engine.utils.log import StartLog, logger, warn_once
 from engine.utils.parameters import parameters_of
 from engine.utils.text import terminal_text
 
 
-@completed
+@with_advice
 class Run:
     """The run as callbacks see it. Treat plain attributes as read-only.
 
@@ -101,7 +101,8 @@ class Run:
         self.loaders = RunLoaders(engine, settings, module, data, stage)
         self.placed = PlacedModule(engine, module)
         self.optimizer_set = OptimizerSet()
-        self.logbook = Logbook(module, engine.recorder(on_step=True, on_epoch=False), self.intervals)
+        parts = engine.loss_group.world_size // engine.data_group.world_size
+        self.logbook = Logbook(module, engine.recorder(on_step=True, on_epoch=False, parts=parts), self.intervals)
         self.checkpoints = RunCheckpoints(engine.checkpoint_writer, agreement)
         self.hooks = Hooks(callbacks, module, engine.checkpoint_writer, self.logbook)
         self.checkpoints.have_listeners = bool(self.hooks.on_checkpoint_saved or self.hooks.on_checkpoint_removed)
@@ -133,7 +134,7 @@ class Run:
     @cached_property
     def trainer(self) -> Any:
         """The run as an installed extension shows it (``engine.interop``: with the names of Lightning's ``Trainer``), or an object in its place."""
-        return attribute(self, "trainer")
+        return run_attribute(self, "trainer")
 
     @property
     def total_steps(self) -> int | None:

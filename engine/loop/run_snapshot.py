@@ -258,7 +258,7 @@ class RunSnapshot:
             rows = []
         elif own_state is not None:
             rows = [own_state]
-        elif self.engine.data_group.rank == 0:
+        elif self.engine.loss_group.rank == 0:
             rows = [row for row in loaded.of_all_ranks() if row["place"][-1]]
         else:
             rows = []

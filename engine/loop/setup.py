@@ -1,19 +1,129 @@
-"""Sets a run up from what the user passed: loaders, model, optimizers. Wrong input is an error here, before the first step."""
+"""Creates a run and sets it up: the user's hooks, loaders, model, optimizers. Wrong input is an error here, before the first step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from engine.callback import Callback, with_callbacks_of_module
+from engine.config import combinations
+from engine.config.resolve import Resolved
+from engine.data.datamodule import DataModule
 from engine.data.loader import PreparedLoader
+from engine.data.order import mixed
+from engine.distributed.group import Group
+from engine.engine import Engine
+from engine.loop.callback_states import check_keys
 from engine.loop.closure_step import STEP_METHODS, ClosureOptimization, refuse
-from engine.loop.first_checks import check_parameters
+from engine.loop.first_checks import check_parameters, report_misspelled
+from engine.loop.loaders import RunData
+from engine.loop.method_arguments import accepting
 from engine.loop.optimization import Optimization
 from engine.loop.run import Run
 from engine.loop.steps import AutomaticOptimization, ManualOptimization, PipelinedOptimization
-from engine.metrics.torchmetrics_values import joined
+from engine.metrics.torchmetrics_values import connect_metrics
 from engine.module import TrainModule, overrides
 from engine.step.optimizers import configured, needs_closure
 from engine.step.wrappers import PreparedOptimizer
-from engine.utils.log import warn_once
+from engine.utils.extensions import refuse_uncalled
+from engine.utils.log import StartLog, warn_once
 from engine.utils.overrides import overridden_methods
+from engine.utils.seed import seed_everything
+
+
+def new_run(
+    resolved: Resolved,
+    module: TrainModule,
+    stage: str,
+    group: Group,
+    data: RunData,
+    callbacks: Sequence[Callback] | None = None,
+    start_log: StartLog | None = None,
+) -> Run:
+    """Create the run of ``module`` on these processes, without setting it up.
+
+    Args:
+        resolved: the settings of the run, and where they come from.
+        module: the module to run.
+        stage: see :attr:`engine.Run.stage`.
+        group: the processes.
+        data: the loaders and the data module that the user passed.
+        callbacks: replace those of the settings and of the module.
+        start_log: shows the log on an attached terminal until the first step is done.
+    """
+    settings = resolved.settings
+    engine = Engine(
+        strategy=settings.strategy,
+        precision=settings.precision,
+        on_nonfinite=settings.on_nonfinite,
+        seed=settings.seed,
+        group=group,
+        activation_checkpointing=settings.activation_checkpointing,
+        compile=settings.compile,
+        sync_batchnorm=settings.sync_batchnorm,
+    )
+    settings, origins = combinations.configured_by_strategy(settings, resolved.origins, engine.strategy)
+    refuse_uncalled(module, *settings.callbacks)
+    callbacks = tuple(
+        c
+        for c in (with_callbacks_of_module(module, settings.callbacks) if callbacks is None else callbacks)
+        if not (settings.fast_dev_run and c.runs_last)
+    )
+    check_keys(callbacks)
+    start_log = start_log or StartLog(False)
+    run = Run(settings, engine, module, callbacks, stage, data, origins, resolved.sections, start_log)
+    if engine.is_main_process:
+        report_misspelled((module, *callbacks), Callback)
+    return run
+
+
+def call_setup_hooks(run: Run, building: AbstractContextManager[Any] | None = None) -> None:
+    """Seed, and call ``prepare_data``, ``setup`` and ``configure_model``.
+
+    Args:
+        building: a context for ``configure_model``, around that of the strategy.
+    """
+    stage, module, datamodule, seed = run.stage, run.module, run.datamodule, run.settings.seed
+    if seed is not None:
+        seed_everything(seed)
+    if datamodule is not None:
+        datamodule.attach(run)
+        _prepare_data(run, datamodule)
+    if overrides(module, "prepare_data"):
+        _prepare_data(run, module)
+    if datamodule is not None:
+        accepting(datamodule.setup, datamodule, "setup", DataModule)(stage)
+    for hook in run.hooks.setup:
+        hook(run, module, stage)
+    if not module.built:
+        with nullcontext() if building is None else building, run.engine.strategy.building():
+            module.configure_model()
+    if stage == "fit":
+        _separate_random_numbers(run)
+
+
+def _separate_random_numbers(run: Run) -> None:
+    """Give this rank the random numbers of its stream: with the same ones dropout would drop the same units on all ranks.
+
+    The host's generators follow ``data_group``, because loaders draw from them: ranks that see the same samples must augment them alike. The
+    device's would have to follow ``loss_group``, so that dropout differs between parts of a sample; one seed serves both as long as the groups
+    are the same.
+    """
+    stream = run.engine.strategy.random_stream
+    if stream:
+        seed_everything(mixed(run.engine.seed, stream) % 2**32)
+
+
+def _prepare_data(run: Run, owner: DataModule | TrainModule) -> None:
+    """Call ``prepare_data`` on one process of each machine, or of the job, while the other processes wait."""
+    engine = run.engine
+    if run.world_size == 1:
+        owner.prepare_data()
+        return
+    with engine.local_main_process_first():
+        if engine.is_local_main_process if owner.prepare_data_per_node else engine.is_main_process:
+            owner.prepare_data()
 
 
 def _warn(run: Run, message: str) -> None:
@@ -22,23 +132,23 @@ def _warn(run: Run, message: str) -> None:
         warn_once(message)
 
 
-def training(run: Run) -> None:
+def set_up_training(run: Run) -> None:
     """Set up a training: loaders, model, optimizers. The model is compiled and distributed before the optimizers are created."""
     module = run.module
     check_best(run)
     if getattr(module.training_step, "__func__", None) is TrainModule.training_step:
         raise TypeError(f"{type(module).__name__} must define training_step(self, batch, batch_idx)")
     run.placed.accept_training_step()
-    manual_checks(run)
+    check_manual_optimization(run)
     loaders_come_last = run.loaders.asks_for_training and module.starts_before_data and not run.engine.strategy.fused
     if not loaders_come_last:
-        training_loaders(run)
+        prepare_loaders(run)
     run.placed.for_training()
-    optimizers(run)
+    set_up_optimizers(run)
     if loaders_come_last:
         module.on_fit_start()
         run.hooks.leave_out("on_fit_start")
-        training_loaders(run)
+        prepare_loaders(run)
 
 
 def check_best(run: Run) -> None:
@@ -53,15 +163,15 @@ def check_best(run: Run) -> None:
         )
 
 
-def training_loaders(run: Run) -> None:
+def prepare_loaders(run: Run) -> None:
     """Prepare the loaders of training and validation, and what depends on them."""
     run.loaders.training()
     run.loaders.for_validation()
-    joined(run.module, run.engine.group, run.engine.data_group)
-    minimum(run)
+    connect_metrics(run.module, run.engine.group, run.engine.loss_group)
+    check_min_steps(run)
 
 
-def minimum(run: Run) -> None:
+def check_min_steps(run: Run) -> None:
     """Refuse a ``min_steps`` that ``max_epochs`` cannot reach, if the number of steps per epoch is known."""
     settings, loaders = run.settings, run.loaders
     if (
@@ -79,7 +189,7 @@ def minimum(run: Run) -> None:
         )
 
 
-def manual_checks(run: Run) -> None:
+def check_manual_optimization(run: Run) -> None:
     """Refuse settings that manual optimization leaves to the module."""
     if run.module.automatic_optimization:
         return
@@ -91,7 +201,7 @@ def manual_checks(run: Run) -> None:
             )
 
 
-def optimizers(run: Run) -> None:
+def set_up_optimizers(run: Run) -> None:
     """Call ``configure_optimizers``, prepare its optimizers and schedulers, and choose the run's optimization."""
     module, engine = run.module, run.engine
     overridden = overrides(module, "configure_optimizers")
@@ -118,11 +228,11 @@ def optimizers(run: Run) -> None:
             schedule.check()
     if module.automatic_optimization:
         refuse(run, raw_optimizers)
-    run.optimization = optimization(run, prepared)
+    run.optimization = choose_optimization(run, prepared)
     run.optimizer_set.fill(run.optimization.optimizers, schedules, module.automatic_optimization)
 
 
-def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimization:
+def choose_optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimization:
     """Choose how micro-batches and accumulation windows are processed, by the module, its optimizers and the strategy."""
     module, engine = run.module, run.engine
     methods = overridden_methods(module, ("lr_scheduler_step", *STEP_METHODS), TrainModule)
@@ -141,7 +251,7 @@ def optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimization:
     return kind(run, [optimizer.optimizer for optimizer in prepared])
 
 
-def evaluation(run: Run, kind: str) -> list[PreparedLoader]:
+def set_up_evaluation(run: Run, kind: str) -> list[PreparedLoader]:
     """Set up a run of ``"validation"``, ``"test"`` or ``"predict"`` (``kind``); return its loaders, ``[]`` if the limit of batches is 0."""
     module = run.module
     if kind != "predict" and not overrides(module, f"{kind}_step"):
@@ -149,6 +259,6 @@ def evaluation(run: Run, kind: str) -> list[PreparedLoader]:
     loaders = run.loaders.for_evaluation(kind)
     if not loaders:
         return []
-    joined(module, run.engine.group, run.engine.data_group)
+    connect_metrics(module, run.engine.group, run.engine.loss_group)
     run.placed.for_evaluation()
     return loaders

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.utils import accelerator
-from engine.utils.extensions import completed
+from engine.utils.extensions import with_advice
 from engine.utils.text import terminal_text
 
 
@@ -95,7 +95,7 @@ class Times:
         return self.data + self.validation + self.checkpoint
 
 
-@completed
+@with_advice
 @dataclass(slots=True)
 class Result:
     """How a run ended."""

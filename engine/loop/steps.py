@@ -16,7 +16,7 @@ from engine.loop.run import Run
 from engine.metrics.torchmetrics_states import unchanged
 from engine.module import TrainModule, overrides
 from engine.step.gradients import Loss, check_held, loss_in
-from engine.step.window import Share
+from engine.step.position import Share
 from engine.step.wrappers import PreparedOptimizer
 from engine.utils.log import warn_once
 
@@ -78,7 +78,7 @@ class AutomaticOptimization(Optimization):
     def step(self) -> None:
         run = self.run
         engine, module, hooks = run.engine, run.module, run.hooks
-        if not engine.window.fed and not engine.window_has_loss():
+        if not engine.window.weights.fed and not engine.window_has_loss():
             engine.window.discard()
             warn_without_loss(run)
             return

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from engine.config.duration import NEVER
+from engine.data.feed import MicroBatch
 from engine.distributed.watchdog import collective_limit
 from engine.loop.evaluate import validate
 from engine.loop.first_checks import check_monitors, report_endless, report_nan
@@ -55,16 +56,17 @@ def train(run: Run) -> None:
 def train_epoch(run: Run) -> None:
     """Train on one pass over the training data, or on the rest of a pass that was interrupted."""
     window, module, state, hooks, recorder = run.engine.window, run.module, run.state, run.hooks, run.logbook.training
+    weights = window.weights
     optimization, loaders = run.optimization, run.loaders
     assert optimization is not None
     micro, accumulates = optimization.micro, optimization.accumulates
-    batches = begin_epoch(run)
+    micro_batches = begin_epoch(run)
     optimization.begin()
-    window.accumulating = accumulates
+    window.position.begin_pass(accumulates)
     clock, ends_window = EpochClock(run.times, run.phases), True
-    for batch in clock.waits_for(batches):
+    for batch, share in clock.waits_for(micro_batches):
         index = state.batch_idx
-        share = window.share
+        window.begin(share)
         recorder.size, recorder.batch = share.size, batch
         # A list, not a generator: all hooks are called, even after one returned -1.
         if hooks.on_train_batch_start and -1 in [
@@ -81,9 +83,9 @@ def train_epoch(run: Run) -> None:
             state.position += loaders.stride
             state.whole_batches = state.batch_idx
             state.samples += share.samples if share.samples >= 0 else recorder.samples()
-            if window.items is not None:
-                run.items.add(window.items)
-                window.items = None
+            if weights.items is not None:
+                run.items.add(weights.items)
+                weights.items = None
             optimization.stepping = False
         for hook in hooks.on_train_batch_end:
             hook(run, module, outputs, batch, index)
@@ -93,7 +95,7 @@ def train_epoch(run: Run) -> None:
             if epoch_ends:
                 break
         batch = outputs = recorder.batch = None  # frees its memory before the next batch is copied to the device
-    window.accumulating = False
+    window.position.end_pass()
     recorder.batch = None
     if not ends_window:
         optimization.cut()
@@ -172,19 +174,18 @@ def find_next_due_step(run: Run) -> None:
     control.due_step = min(due_steps, default=NEVER)
 
 
-def begin_epoch(run: Run) -> Iterator[Any]:
-    """Set the window and the loader to the position in the epoch, call ``on_train_epoch_start`` and return the iterator over batches."""
+def begin_epoch(run: Run) -> Iterator[MicroBatch]:
+    """Set the window and the loader to the position in the epoch, call ``on_train_epoch_start`` and return the iterator over micro-batches."""
     state, loaders = run.state, run.loaders
     loaders.locate(state)
     loader = loaders.training()
     loader.resume(state.epoch, state.position, loaders.take_stream())
     find_next_due_step(run)
     call_epoch_hooks(run, run.hooks.on_train_epoch_start)
-    return (
-        with_first_batch_compared(run, iter(loader))
-        if run.settings.check and not run.control.first_step_done
-        else iter(loader)
-    )
+    micro_batches = loader.micro_batches()
+    if run.settings.check and not run.control.first_step_done:
+        return with_first_batch_compared(run, micro_batches)
+    return micro_batches
 
 
 def call_epoch_hooks(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:

@@ -15,11 +15,11 @@ Row = tuple[list[str], list[str], list[float]]
 
 
 class RankExchange:
-    """Exchanges the totals and weights of logged values over ``group``. Of ranks that see the same data only one has ``speaks``; the others send
+    """Exchanges the totals and weights of logged values over ``group``. Of ranks that see the same data only one ``is_counted``; the others send
     weights of 0."""
 
-    def __init__(self, group: Group, speaks: bool) -> None:
-        self.group, self.speaks = group, speaks
+    def __init__(self, group: Group, is_counted: bool) -> None:
+        self.group, self.is_counted = group, is_counted
         self._widths = {False: 0, True: 0}
         """How many numbers the ranks exchanged last, for the values of a step (``False``) and of an epoch (``True``); the same on all ranks."""
 
@@ -42,7 +42,7 @@ class RankExchange:
             objects: the number of torchmetrics objects that this rank has logged.
             compute: computes the values of these objects; called on all ranks if any rank has logged some.
         """
-        if not self.speaks:
+        if not self.is_counted:
             numbers[1::2] = [0.0] * (len(numbers) // 2)
         head, width = [zlib.crc32(repr((names, ops)).encode()), objects], self._widths[epoch]
         # Gathering needs the same width on all ranks: if the names are new, send zeros of the old width first.
@@ -51,7 +51,7 @@ class RankExchange:
         has_objects, names_differ = any(row[1] for row in rows), len({row[0] for row in rows}) > 1
         if has_objects:
             for name, value in compute().items():
-                names, ops, numbers = [*names, name], [*ops, "mean"], [*numbers, value, float(self.speaks)]
+                names, ops, numbers = [*names, name], [*ops, "mean"], [*numbers, value, float(self.is_counted)]
         if has_objects or names_differ:
             return gather_json(self.group, (names, ops, numbers))
         if len(numbers) == width:

@@ -27,16 +27,20 @@ class Recorder:
     def __init__(
         self,
         group: Group,
-        data_group: Group | None = None,
-        speaks: bool = True,
+        loss_group: Group | None = None,
+        is_counted: bool = True,
         on_step: bool = False,
         on_epoch: bool = True,
         suffix: str = "",
+        parts: int = 1,
     ) -> None:
         self.group, self.suffix = group, suffix
-        """``group``: the ranks over which values are reduced; ranks that see the same data count once. ``suffix``: appended to all names."""
-        self.data_group = data_group or group
-        """The ranks over which torchmetrics objects are computed."""
+        """``group``: the ranks over which values are reduced; ranks that compute the same losses count once. ``suffix``: appended to all names."""
+        self.loss_group = loss_group or group
+        """The ranks whose values count, over which torchmetrics objects are computed."""
+        self.parts = parts
+        """The ranks that log values of the same samples, each of its part of them. A checkpoint has weights of whole samples, so that an epoch can
+        continue with another number of parts."""
         self.on_step, self.on_epoch = on_step, on_epoch
         """The defaults for names logged without these options."""
         self.module: nn.Module | None = None
@@ -46,7 +50,7 @@ class Recorder:
         """Names logged without the loader's index, and the recorder that logged each; shared by the recorders of all loaders of an evaluation."""
         self._logged: dict[int, Logged] = {}
         self._watches: dict[int, Watch] = {}
-        self._exchange = RankExchange(group, speaks)
+        self._exchange = RankExchange(group, is_counted)
         self.window = 0
         """The index of the accumulation window that values of a step belong to."""
         self.size: int = 1
@@ -94,6 +98,8 @@ class Recorder:
             return
         if batch_size is None:
             batch_size = self.size if self.size > 0 else self.samples()
+            if self.parts > 1:
+                batch_size /= self.parts
         if slot.on_step:
             if slot.window != self.window:
                 slot.window, slot.window_values = self.window, [(value, batch_size)]
@@ -126,7 +132,7 @@ class Recorder:
             elif slot.options != options:
                 slot.refuse(options)
             if computes:
-                check_metric(name, log_arguments, value, self.module, self.data_group.world_size)
+                check_metric(name, log_arguments, value, self.module, self.loss_group.world_size)
             slot.arguments = arguments
         if slot.metric is None:
             slot.value_arguments = arguments
@@ -135,7 +141,7 @@ class Recorder:
         return slot
 
     def _new_slot(self, name: str, options: Options) -> Slot:
-        slot = self.slots[name] = Slot(name, options, options.rank_zero_only and self.data_group.rank > 0)
+        slot = self.slots[name] = Slot(name, options, options.rank_zero_only and self.loss_group.rank > 0)
         return slot
 
     def _reserve_name(self, name: str, options: Options) -> None:
@@ -172,13 +178,13 @@ class Recorder:
         if slot.metric is not None or slot.values or slot.total is not None or slot.window_values:
             before = "a number" if slot.metric is None else "another torchmetrics object"
             raise ValueError(f"log({name!r}) got a torchmetrics object, and {before} before: give each its own name")
-        check(name, metric, self.data_group, slot.on_step)
+        check(name, metric, self.loss_group, slot.on_step)
         slot.value_arguments, slot.metric = None, self._record_of(metric)
         logged = slot.metric
         if not self.size and logged.path is None:
             metric.reset()  # so far it was updated only with a repeated micro-batch
         for part in logged.parts:
-            limit(part, self.group, self.data_group)
+            limit(part, self.group, self.loss_group)
         if slot.on_step:
             logged.watch(self._watch)
         for part, entries in zip(logged.parts, slot.pending, strict=False):
@@ -262,7 +268,7 @@ class Recorder:
     def set_aside(self) -> None:
         """At the end of a loader, set the states of torchmetrics objects aside, and reset the objects for the next loader. A collective."""
         offers = {slot.name: self._offer(slot) for slot in self.slots.values() if slot.metric is not None}
-        self._adopt_metrics(agree(self.data_group, offers)[0])
+        self._adopt_metrics(agree(self.loss_group, offers)[0])
         for logged in self._logged.values():
             logged.set_aside()
 
@@ -387,7 +393,7 @@ class Recorder:
     def _computed(self, objects: dict[str, Object], adopt: bool) -> dict[str, float]:
         """The values of torchmetrics objects over all ranks. Every rank that knows an object computes it, and the first of these reports it."""
         offers, reporting_ranks = agree(
-            self.data_group, {name: self._offer(slot) for name, (slot, _) in objects.items()}
+            self.loss_group, {name: self._offer(slot) for name, (slot, _) in objects.items()}
         )
         if adopt:
             self._adopt_metrics(offers)
@@ -395,14 +401,14 @@ class Recorder:
                 slot = self.slots.get(slot_name)
                 if name not in objects and slot is not None and slot.metric is not None:
                     objects[name] = (slot, slot.metric.all())
-        states = exchange(self.data_group, {name: seen for name, (_, seen) in objects.items()})
+        states = exchange(self.loss_group, {name: seen for name, (_, seen) in objects.items()})
         values = {}
         for name in offers:
             if name in objects:
                 slot, _ = objects[name]
                 assert slot.metric is not None
                 value = slot.metric.value(slot.name, states[name])
-                if self.data_group.rank == reporting_ranks[name]:
+                if self.loss_group.rank == reporting_ranks[name]:
                     values[name] = value
         return values
 

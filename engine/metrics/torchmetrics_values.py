@@ -191,7 +191,7 @@ def check(name: str, metric: Any, group: Group, on_step: bool) -> None:
             )
 
 
-def joined(module: nn.Module, group: Group, data_group: Group) -> None:
+def connect_metrics(module: nn.Module, group: Group, loss_group: Group) -> None:
     """Before a run, let the metrics of ``module`` compute over the ranks that see different data.
 
     Raises:
@@ -200,14 +200,14 @@ def joined(module: nn.Module, group: Group, data_group: Group) -> None:
     for name, metric in module.named_modules():
         if is_metric(metric) and group.world_size > 1:
             refuse(f"{type(module).__name__}.{name}", metric, {"dist_sync_on_step": False})
-            limit(metric, group, data_group)
+            limit(metric, group, loss_group)
 
 
-def limit(metric: Any, group: Group, data_group: Group) -> None:
-    """Let ``metric`` compute over ``data_group`` only, so that data that several ranks see, because they hold parts of one model, counts once."""
-    if data_group is not group and metric.process_group is None:
-        metric.process_group = data_group.wide or data_group.cpu
-        if data_group.cpu is None:
+def limit(metric: Any, group: Group, loss_group: Group) -> None:
+    """Let ``metric`` compute over ``loss_group`` only, so that values that several ranks have, because they hold parts of one model, count once."""
+    if loss_group is not group and metric.process_group is None:
+        metric.process_group = loss_group.wide or loss_group.cpu
+        if loss_group.cpu is None:
             metric.distributed_available_fn = _no_other_ranks
 
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
+from engine import strategies
 from engine.config.resolve import Resolved
 from engine.data.datamodule import DataModule
 from engine.distributed.group import DeviceKind
-from engine.fit import Fit
 from engine.module import TrainModule
 from engine.planning import candidates
 from engine.planning.candidates import (
@@ -43,7 +43,7 @@ _NOT_VARIED = "not varied: compilation, clipping, optimizers, sequence and loss 
 
 
 def plan(
-    fit: Fit,
+    resolved: Resolved,
     module: TrainModule | Callable[[], TrainModule],
     train_loader: Any,
     datamodule: DataModule | None,
@@ -56,12 +56,12 @@ def plan(
     price: float | None,
     storage: float | str | None,
 ) -> Plan:
-    """Plan a run of ``fit``; the arguments are those of :meth:`engine.Fit.plan`."""
+    """Plan a run with the settings in ``resolved``; the other arguments are those of :meth:`engine.Fit.plan`."""
     cluster = cluster_of(world_size, nodes, device, network, memory_limit)
     price, bandwidth = checked_costs(price, storage)
     facts = JobFacts()
     kind = DeviceKind("cuda", "float8" in cluster.device.peaks) if cluster.device.caching else CPU
-    job = SimulatedJob(fit, module, train_loader, datamodule, cluster.world_size, cluster.nodes, kind)
+    job = SimulatedJob(resolved, module, train_loader, datamodule, cluster.world_size, cluster.nodes, kind)
     traces = trace(job, facts)
     return Plan(tuple(traces), facts.job(cluster.world_size, cluster.nodes), cluster.device, price, bandwidth)
 
@@ -78,7 +78,7 @@ def checked_costs(price: float | None, storage: float | str | None) -> tuple[flo
 
 
 def search_plans(
-    fit: Fit,
+    resolved: Resolved,
     module: TrainModule | Callable[[], TrainModule],
     train_loader: Any,
     datamodule: DataModule | None,
@@ -97,7 +97,7 @@ def search_plans(
     """Plan candidates of how to train ``module`` on ``world_size`` ranks, as :func:`engine.planning.search.search` does.
 
     Args:
-        fit: its settings apply, except those that the search varies.
+        resolved: its settings apply, except those that the search varies.
         module, train_loader, datamodule: the run's module and data.
         world_size, nodes, device, network, memory_limit: the ranks and their hardware, as in :meth:`engine.Fit.plan`.
         precisions: the precisions to try; by default the one in the settings, or if these have none ``32-true`` and ``bf16-mixed`` (``16-mixed`` on
@@ -113,15 +113,15 @@ def search_plans(
     if seconds is not None and not (isinstance(seconds, (int, float)) and seconds >= 0):
         raise ValueError(f"seconds={seconds!r}: give after how many seconds no further plan begins, at least 0")
     cluster = cluster_of(world_size, nodes, device, network, memory_limit)
-    job = SimulatedJob(fit, module, train_loader, datamodule, cluster.world_size, cluster.nodes)
-    users = users_strategy(fit.settings.strategy, fit.origins.get("strategy", "default"), cluster.world_size)
+    job = SimulatedJob(resolved, module, train_loader, datamodule, cluster.world_size, cluster.nodes)
+    users = users_strategy(resolved.settings.strategy, resolved.origins.get("strategy", "default"), cluster.world_size)
     batch, samples, all_layouts, blocks = _facts_of_one_rank(job, cluster, users is not None and users.brings_plan)
     data_ranks = cluster.world_size
     with _quiet():
         if users is not None:
             layout = _users_layout(users, job)
             all_layouts, data_ranks = layouts_with(layout, users, all_layouts), layout.data_ranks
-        space = _space(fit, users, all_layouts, blocks, cluster, samples, data_ranks, precisions, largest, first)
+        space = _space(resolved, users, all_layouts, blocks, cluster, samples, data_ranks, precisions, largest, first)
         return search(
             space,
             _planner(job, batch, samples, cluster),
@@ -134,7 +134,7 @@ def search_plans(
 
 
 def _space(
-    fit: Fit,
+    resolved: Resolved,
     users: UsersStrategy | None,
     all_layouts: Sequence[Layout],
     blocks: bool,
@@ -146,8 +146,8 @@ def _space(
     first: bool,
 ) -> Space:
     """The candidates of the search; settings that the user has given are not varied."""
-    settings = fit.settings
-    fixed = [name for name in _FIXED if fit.origins.get(name, "default") != "default"]
+    settings = resolved.settings
+    fixed = [name for name in _FIXED if resolved.origins.get(name, "default") != "default"]
     if "precision" in fixed and not precisions:
         precisions = [settings.precision]
     keeps_recompute = "activation_checkpointing" in fixed or not blocks
@@ -171,10 +171,8 @@ def _space(
 def _facts_of_one_rank(job: SimulatedJob, cluster: Cluster, planned: bool) -> tuple[Any, int, list[Layout], bool]:
     """A micro-batch, its samples, the layouts on the cluster, and whether the model has blocks, from a simulated run on one rank. ``planned``: see
     :func:`layouts`."""
-    changes = {"strategy": "single", "accumulate_grad_batches": 1}
-    single_rank_job = replace(
-        job, fit=job.fit.from_resolved(_with_changes(job.fit, changes), ()), world_size=1, nodes=1
-    )
+    changes = {"strategy": "single", "accumulate_grad_batches": 1, "callbacks": ()}
+    single_rank_job = replace(job, resolved=_with_changes(job.resolved, changes), world_size=1, nodes=1)
     with simulated_run(single_rank_job, 0, JobFacts()) as simulated:
         run, device = simulated.run, cluster.device
         assert run.train_loader is not None
@@ -185,9 +183,8 @@ def _facts_of_one_rank(job: SimulatedJob, cluster: Cluster, planned: bool) -> tu
 def _users_layout(users: UsersStrategy, job: SimulatedJob) -> Layout:
     """The layout of the user's strategy on the job's ranks."""
     try:
-        with simulated_run(
-            replace(job, fit=job.fit.from_resolved(_with_changes(job.fit, {}), ())), 0, JobFacts()
-        ) as simulated:
+        job_without_callbacks = replace(job, resolved=_with_changes(job.resolved, {"callbacks": ()}))
+        with simulated_run(job_without_callbacks, 0, JobFacts()) as simulated:
             return users.layout(simulated.run.engine, job.world_size)
     except ValueError:  # the strategy refuses the job; the error of its plan will say why
         return users.layout(None, job.world_size)
@@ -195,27 +192,33 @@ def _users_layout(users: UsersStrategy, job: SimulatedJob) -> Layout:
 
 def _planner(job: SimulatedJob, batch: Any, samples: int, cluster: Cluster) -> Planner:
     """A function that plans a candidate, with ``batch`` resized to the candidate's micro-batch."""
-    fit = job.fit
 
     def plan_of(candidate: Candidate) -> Plan:
-        changed = fit.from_resolved(_with_changes(fit, candidate.settings), fit.settings.callbacks)
-        return changed.plan(
+        return plan(
+            _with_changes(job.resolved, candidate.settings),
             job.module,
             [resized(batch, samples, candidate.micro_batch)],
-            datamodule=job.datamodule,
+            job.datamodule,
             world_size=cluster.world_size,
             nodes=cluster.nodes,
             device=cluster.device,
+            network=None,
+            memory_limit=None,
+            price=None,
+            storage=None,
         )
 
     return plan_of
 
 
-def _with_changes(fit: Fit, changes: Mapping[str, Any]) -> Resolved:
-    """The settings of ``fit`` with ``changes``. ``global_batch_size`` is removed, because the window in ``changes`` keeps the global batch already;
-    ``devices`` and ``num_nodes`` have their defaults, because the search has its own ranks."""
+def _with_changes(resolved: Resolved, changes: Mapping[str, Any]) -> Resolved:
+    """The settings with ``changes``, checked by their strategy. ``global_batch_size`` is removed, because the window in ``changes`` keeps the global
+    batch already; ``devices`` and ``num_nodes`` have their defaults, because the search has its own ranks."""
     changed = {**changes, "global_batch_size": None, "devices": "auto", "num_nodes": 1}
-    return Resolved(replace(fit.settings, **changed), {**fit.origins, **dict.fromkeys(changed, _ORIGIN)}, fit.sections)
+    settings = replace(resolved.settings, **changed)
+    origins = {**resolved.origins, **dict.fromkeys(changed, _ORIGIN)}
+    strategies.requested(settings, origins)
+    return replace(resolved, settings=settings, origins=origins)
 
 
 @contextmanager

@@ -23,15 +23,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from engine.callback import Callback, adapted_callbacks, affecting_steps, with_callbacks_of_module
 from engine.checkpoint.run_folder import RunFolder
+from engine.config.resolve import Resolved
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
 from engine.data.loader import BatchTransfer, PreparedLoader
 from engine.distributed.agreement import Agreement
 from engine.distributed.group import DeviceKind
-from engine.fit import Fit
 from engine.loop.lifecycle import frame, torch_flags
 from engine.loop.loaders import RunData
 from engine.loop.run import Run
+from engine.loop.setup import call_setup_hooks, new_run
 from engine.module import TrainModule
 from engine.planning import imported_deepspeed, torch_private
 from engine.planning.fake_tensors import Simulation, fake_module
@@ -47,7 +48,8 @@ from engine.utils.tree import batch_size
 class SimulatedJob:
     """A job to plan: the user's run, and the ranks on which it is planned."""
 
-    fit: Fit
+    resolved: Resolved
+    """The settings of the run, and where they come from."""
     module: TrainModule | Callable[[], TrainModule]
     """The user's module, or a function that creates it; the function is called where tensors have no values."""
     train_loader: Any
@@ -93,17 +95,18 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
             )
         facts.from_module(module)
         folder = stack.enter_context(_temporary_folder())
-        settings = planned_settings(job.fit.settings, folder)
+        settings = planned_settings(job.resolved.settings, folder)
         callbacks = without_effects(with_callbacks_of_module(module, settings.callbacks), folder)
         data = RunData(job.datamodule, {"train": job.train_loader, "validation": []})
-        run = job.fit.new_run(module, "fit", group, settings, data, callbacks)
+        run = new_run(replace(job.resolved, settings=settings), module, "fit", group, data, callbacks)
         if refusal := strategy_facts(run.engine.strategy).refusal:
             raise ValueError(refusal)
         run.checkpoints.live_in(folder)
         run.control.agreement = NoStops(group, run.control.stopwatch)
         stack.enter_context(imported_deepspeed.accepting_plans(group))
         stack.enter_context(torch_flags(settings))
-        stack.enter_context(frame(run, lambda: simulation))
+        stack.enter_context(frame(run))
+        call_setup_hooks(run, simulation)
         run.loaders.training()
         yield SimulatedRun(run, simulation, missing_values)
 

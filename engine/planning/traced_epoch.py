@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from engine.config.duration import NEVER
+from engine.data.feed import MicroBatch
 from engine.loop.optimization import Optimization
 from engine.loop.run import Run
 from engine.loop.train import call_epoch_hooks, train_epoch
@@ -18,7 +19,7 @@ from engine.planning.rank_trace import Collective
 from engine.planning.simulated_run import SimulatedRun
 from engine.planning.step_observer import StepObserver
 from engine.planning.strategy_facts import strategy_facts
-from engine.step.window import Share
+from engine.step.position import Share
 from engine.utils.tree import leaves
 
 MOST_MICRO_BATCHES = 64
@@ -61,7 +62,7 @@ class TracedWindows:
         self._optimization = optimization
         self._run, self._first_batch, self._shares, self._observer = run, first_batch, shares, observer
         self._loader = run.train_loader
-        self.micro_batches = 0
+        self.traced = 0
         """The number of micro-batches of the current window so far."""
         self._windows_done, self._step_before, self._is_last = 0, 0, False
         self._sent: tuple[Collective, ...] | None = None
@@ -72,11 +73,12 @@ class TracedWindows:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)  # callbacks read the user's loader: its length, its first batch
 
-    def __iter__(self) -> Iterator[Any]:
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of windows, as :meth:`engine.data.loader.PreparedLoader.micro_batches` does."""
         while True:  # until :meth:`window_done` raises
             yield from self._window()
 
-    def _window(self) -> Iterator[Any]:
+    def _window(self) -> Iterator[MicroBatch]:
         """Yield the micro-batches of one window, and tell the observer when each begins."""
         run, observer = self._run, self._observer
         # Garbage of an earlier window must not be freed in this one. While nothing is collected automatically, it is among the young objects, and
@@ -86,16 +88,15 @@ class TracedWindows:
         observer.begin_window(
             run.module, self._optimization.optimizers, leaves(batch), strategy_facts(run.engine.strategy).kept_tensors()
         )
-        self.micro_batches, self._step_before = 0, run.state.step
+        self.traced, self._step_before = 0, run.state.step
         to_trace = _representatives(self._shares, self._optimization)
         for number, (share, times) in enumerate(to_trace, 1):
             batch = fake_batch(self._first_batch) if batch is None else batch
             observer.next_micro_batch(leaves(batch), count_as=times)
-            run.engine.window.share = share
-            self.micro_batches += times
+            self.traced += times
             self._is_last = number == len(to_trace)
             current_batch, batch = batch, None
-            yield current_batch
+            yield current_batch, share
             del current_batch  # only the loop holds a micro-batch, as in a run
             run.state.batch_idx += times - 1
             if self._stepped_by_itself():
@@ -186,8 +187,8 @@ def trace_epoch(
         return EndOfTrace(len(shares), f"the plan ends at {line}: {type(error).__name__}: {error}")
     else:  # on_train_batch_start has returned -1
         observer.end_window()
-        return EndOfTrace(max(1, windows.micro_batches), "the plan ends where on_train_batch_start ends the epoch")
-    count = windows.micro_batches
+        return EndOfTrace(max(1, windows.traced), "the plan ends where on_train_batch_start ends the epoch")
+    count = windows.traced
     if not optimization.accumulates and run.state.step == 0:
         step = f"{type(run.module).__name__}.training_step"
         return EndOfTrace(count, f"no optimizer has stepped in {count} micro-batches of {step}")

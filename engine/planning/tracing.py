@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
-from engine.loop import setup
 from engine.loop.run import Run
+from engine.loop.setup import set_up_training
 from engine.module import TrainModule, overrides
 from engine.planning import torch_private
 from engine.planning.fake_tensors import make_fake
@@ -26,7 +25,7 @@ from engine.planning.step_observer import StepObserver
 from engine.planning.strategy_facts import strategy_facts
 from engine.planning.traced_epoch import trace_epoch
 from engine.step.gradient_sync import GradientSync
-from engine.step.window import shares
+from engine.step.position import shares
 from engine.strategies.base import Strategy
 from engine.strategies.mesh_parallel import MeshParallel
 
@@ -109,22 +108,23 @@ def trace_rank(job: SimulatedJob, rank: int, facts: JobFacts, pipeline: Pipeline
                 strategy_facts(pipelined).representatives(),
             )
         module = job.module if isinstance(job.module, TrainModule) else run.module
-        missing = (*_compiled(job.fit.settings, module), *_validation(run, job.datamodule, samples))
+        missing = (*_compiled(job.resolved.settings, module), *_validation(run, job.datamodule, samples))
         return replace(trace, missing=(*trace.missing, *missing))
 
 
 class _IdenticalRanks(GradientSync):
-    """Takes the place of the ranks' exchange about gradients in a plan: every other rank is taken to be like this one, so nothing is sent.
+    """Takes the place of the strategy where a plan's ranks agree about their losses: every other rank is taken to be like this one.
 
     Args:
-        strategy: the plan's strategy, which knows when a backward pass has reached parameters.
+        strategy: the plan's strategy, which sums up counts.
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+        self._strategy, self.group = strategy, strategy.group
+        self.data_group, self.loss_group = strategy.data_group, strategy.loss_group
 
-    def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
-        return self._strategy.traces(optimizers, models)
+    def sum(self, value: Tensor | float) -> Tensor | float:
+        return self._strategy.sum(value)
 
 
 def _traced_training(
@@ -141,14 +141,14 @@ def _traced_training(
     with simulated.simulation, observer, torch_private.eager():
         make_fake(run.module)
         observer.name(run.module)
-        setup.training(run)
+        set_up_training(run)
         # A plan takes a few steps more than a short training has, and a schedule may end with it.
         run.set_optimizers(run.optimizers, run.schedulers, automatic=False)
         observer.name(run.module)
         if isinstance(engine.strategy, MeshParallel) and engine.strategy.pipeline is not None:
             engine.strategy.pipeline.weighted = pipeline.weighted
-        facts.from_run(run, batch, compiled=bool(job.fit.settings.compile))
-        engine.window.gradient_sync = _IdenticalRanks(engine.strategy)
+        facts.from_run(run, batch, compiled=bool(job.resolved.settings.compile))
+        engine.window.weights.agreement.gradient_sync = _IdenticalRanks(engine.strategy)
         end = trace_epoch(simulated, batch, weights, observer)
     memory = observer.memory
     on_host = memory.move_to_host(strategy_facts(engine.strategy).on_host) if job.kind.is_accelerator else {}

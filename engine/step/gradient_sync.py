@@ -22,7 +22,13 @@ class GradientSync:
     group: Group
     """All processes of the job."""
     data_group: Group
-    """The group of ranks that see different data, including this one: all ranks, unless several ranks hold parts of one model."""
+    """The ranks that see different samples in training, including this one: all ranks, unless several ranks hold parts of one model."""
+    loss_group: Group
+    """The ranks whose losses are averaged into one gradient and whose logged values count, including this one.
+
+    It is ``data_group``, unless several ranks train on parts of the same samples: then it has all ranks of ``data_group``, and those with the
+    other parts of their samples.
+    """
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module that was passed to ``setup``."""
@@ -40,7 +46,7 @@ class GradientSync:
         """Clear gradients that come from repeated micro-batches only, at the end of a window in which some rank repeats one. All ranks call this."""
 
     def sum(self, value: Tensor | float) -> Tensor | float:
-        """The sum of a scalar over all ranks that saw different data."""
+        """The sum of a scalar over the ranks of ``loss_group``."""
         return value
 
     def local(self, grads: list[Tensor]) -> list[Tensor]:

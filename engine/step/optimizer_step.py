@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.step import gradients
+from engine.step.gradient_state import SCALAR, GradientState
 from engine.step.gradient_sync import GradientSync
 from engine.step.precision import Scaler
-from engine.step.window import SCALAR, GradientState, Window
+from engine.step.window import Window
 from engine.utils import accelerator, torch_private
 from engine.utils.parameters import parameters_of, uncompiled
 
@@ -103,20 +104,20 @@ class Stepper:
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         """Unscale and divide the gradients of ``optimizers`` now, so that they can be read; the step does not do it again."""
         for optimizer in optimizers:
-            group = self.window.state_of(optimizer)
-            if id(optimizer) in group.ready:
+            state = self.window.state_of(optimizer)
+            if id(optimizer) in state.ready:
                 continue
-            divisor = self._divisor(group)
+            divisor = self._divisor(state)
             flag: Tensor | None = None
             if self.scaler is not None or divisor is not None:
-                group.altered = True
+                state.altered = True
                 grads = gradients.gradients(parameters_of([optimizer]))
                 parts = self.gradient_sync.local(grads)
                 if self.scaler is not None:
                     flag = self.scaler.unscale(optimizer, divisor, None if parts is grads else parts)
                 elif divisor is not None:
                     gradients.divide(parts, divisor)
-            group.ready[id(optimizer)] = flag
+            state.ready[id(optimizer)] = flag
 
     def readable(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of ``parameters``, divided and unscaled."""
@@ -156,11 +157,11 @@ class Stepper:
 
     def fed(self) -> bool:
         """Whether the window that ends now makes a step, because some rank had a loss in it. Only ranks without a loss need to call this."""
-        window, several = self.window, self.gradient_sync.data_group.world_size > 1
-        for group in window.groups:
-            self._divisor(group)
+        weights, several = self.window.weights, self.gradient_sync.loss_group.world_size > 1
+        for state in weights.states:
+            self._divisor(state)
         # Whether another rank had a scalar loss is not known; a micro-batch without one counts with a zero gradient.
-        return window.fed or (several and any(group.kind == SCALAR for group in window.groups))
+        return weights.fed or (several and any(state.kind == SCALAR for state in weights.states))
 
     def step(
         self,
@@ -182,8 +183,8 @@ class Stepper:
             self.await_verdicts()
         if self.before_next:
             self.call_before()
-        groups, only = self.window.groups, self.window.only
-        divisor = self._divisor(only) if only is not None else self._divided(optimizers)
+        weights = self.window.weights
+        divisor = self._divisor(weights.state) if weights.reach is None else self._divided(optimizers)
         if (
             self.scaler is None
             and max_norm is None
@@ -195,8 +196,8 @@ class Stepper:
             for optimizer in optimizers:
                 optimizer.step()
             self.skipped = False
-            for group in groups:
-                group.altered = False
+            for state in weights.states:
+                state.altered = False
             if then is not None:
                 then(True)
             return
@@ -214,18 +215,22 @@ class Stepper:
         *,
         max_norm: float | None = None,
         max_value: float | None = None,
-        inside: bool = False,
     ) -> None:
-        """Divide, clip and check the gradients of ``optimizers`` together, ahead of their steps, which do not repeat it.
+        """Divide, clip and check the gradients of ``optimizers`` together, ahead of their steps, which do not repeat it."""
+        nonfinite = self._finish(optimizers, self._divided(optimizers), max_norm, max_value)
+        for optimizer in optimizers:
+            state = self.window.state_of(optimizer)
+            state.ready[id(optimizer)], state.altered = nonfinite, True
 
-        Args:
-            inside: the call comes from within an optimizer's step, after an evaluation of its closure: non-finite gradients are an error.
+    def finish_inside(
+        self, optimizers: Sequence[Optimizer], *, max_norm: float | None = None, max_value: float | None = None
+    ) -> None:
+        """Divide, clip and check the gradients within an optimizer's step, after an evaluation of its closure: the optimizer uses them at once.
+
+        Raises:
+            FloatingPointError: a gradient is not finite, because such a step cannot be skipped.
         """
         nonfinite = self._finish(optimizers, self._divided(optimizers), max_norm, max_value)
-        if not inside:
-            for group, optimizer in ((self.window.state_of(o), o) for o in optimizers):
-                group.ready[id(optimizer)], group.altered = nonfinite, True
-            return
         self.call_before()
         self.forget(optimizers)
         if nonfinite is not None and bool(nonfinite):  # waits for the device, as such an optimizer does
@@ -242,19 +247,17 @@ class Stepper:
         for function in functions:
             function()
 
-    def _divisor(self, group: GradientState) -> Tensor | float | None:
-        """The divisor that a group's gradients still need; usually ``None``, because all weights were known before the backward passes."""
-        if self.window.share.repeats and not group.closed:
-            self.gradient_sync.drop_repeated(parameters_of(group.optimizers))
-        if group.count is None and not group.dropped and (self._alone or group.kind == SCALAR):
-            group.closed = True
+    def _divisor(self, state: GradientState) -> Tensor | float | None:
+        """The divisor that these gradients still need; usually ``None``, because all weights were known before the backward passes."""
+        if self.window.position.share.repeats and not state.closed:
+            self.gradient_sync.drop_repeated(parameters_of(state.optimizers))
+        if state.count is None and not state.dropped and (self._alone or state.kind == SCALAR):
+            state.closed = True
             return None
-        return self.window.close(
-            group, self.gradient_sync.sum, self.gradient_sync.group, self.gradient_sync.data_group.world_size
-        )
+        return self.window.weights.close(state)
 
     def _divided(self, optimizers: Sequence[Optimizer]) -> Tensor | float | None:
-        """The divisor of optimizers in several groups. Each group has its own, so for several optimizers their gradients are divided here."""
+        """The divisor of optimizers that may step by themselves. Each has its own, so the gradients of several optimizers are divided here."""
         divisors = [self._divisor(self.window.state_of(optimizer)) for optimizer in optimizers]
         if len(divisors) == 1:
             return divisors[0]
@@ -271,12 +274,10 @@ class Stepper:
     ) -> Tensor | None:
         """Run all passes over the gradients; return a flag (1.0: some gradient is not finite) if one is needed."""
         nonfinite: Tensor | None = None
-        flags_by_group = [self.window.state_of(o).ready for o in optimizers]
-        if self.scaler is not None or any(id(o) in ready for o, ready in zip(optimizers, flags_by_group, strict=True)):
+        states = [self.window.state_of(optimizer) for optimizer in optimizers]
+        if self.scaler is not None or any(id(o) in s.ready for o, s in zip(optimizers, states, strict=True)):
             self.prepare(optimizers)
-            flags = [
-                f for f in (ready[id(o)] for o, ready in zip(optimizers, flags_by_group, strict=True)) if f is not None
-            ]
+            flags = [flag for o, s in zip(optimizers, states, strict=True) if (flag := s.ready[id(o)]) is not None]
             nonfinite, divisor = (torch.stack(flags).max() if flags else None), None
         grads = gradients.gradients(parameters_of(optimizers))
         parts = self.gradient_sync.local(grads)

@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.distributed.group import Group
 from engine.step.gradients import Loss
 from engine.step.precision import Scaler
+from engine.step.weights import Weights
 from engine.step.window import Window
 from engine.utils import accelerator
 from engine.utils.tree import batch_size, map_tensors
@@ -20,7 +21,7 @@ class Passes:
     :class:`engine.strategies.pipelined_passes.PipelinedPasses` in its place.
 
     Args:
-        group: the ranks that see different data.
+        group: the ranks whose losses are averaged.
         scaler: the loss scaler under fp16, or ``None``.
     """
 
@@ -29,16 +30,16 @@ class Passes:
 
     def by(self, loss: Tensor | Loss, function: Callable[[Tensor], Any]) -> Tensor:
         """Run a user's backward pass with this micro-batch's weight; see :meth:`engine.Engine.backward_by`."""
-        window = self._begin()
-        root, divisor = window.weigh(loss, self._group.world_size, self._scaler is not None)
+        weights = self._begin()
+        root, divisor = weights.weigh(loss, self._group.world_size, self._scaler is not None)
         value = root.detach().to(accelerator.wide(root.device)) / divisor
         if self._scaler is not None:
-            root = root * self._scaler.seed(window.seed(divisor, root))
+            root = root * self._scaler.seed(weights.seed(divisor, root))
         elif divisor != 1.0:
             root = root / divisor
         function(root)
-        if window.watching:
-            window.attribute()
+        if weights.watched is not None:
+            weights.attribute()
         return value
 
     def forward_backward(
@@ -54,8 +55,9 @@ class Passes:
         backward(loss)
         return map_tensors(Tensor.detach, loss)
 
-    def _begin(self) -> Window:
-        """The window, ready for a backward pass outside of ``accumulate``, too."""
-        if self._window.held and not self._window.accumulating:
+    def _begin(self) -> Weights:
+        """The window's weights, ready for a backward pass outside of ``accumulate``, too."""
+        position = self._window.position
+        if position.held and not position.accumulating:
             self._window.release()
-        return self._window
+        return self._window.weights

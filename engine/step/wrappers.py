@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from engine.step.gradient_state import GradientState
 from engine.step.optimizer_step import Guard, Stepper
 from engine.step.precision import Precision
-from engine.step.window import GradientState, Window
+from engine.step.window import Window
 from engine.utils.torch_private import without_dynamo
 from engine.utils.tree import map_tensors
 
@@ -77,28 +78,30 @@ class PreparedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step once with the window's gradients, or with those that ``closure`` computes, as for LBFGS; return the value of ``closure``."""
-        group = self._window.only or self._window.state_of(self.optimizer)
-        if self._window.is_open(group):
+        weights = self._window.weights
+        state = weights.state if weights.reach is None else weights.reach.state_of(self.optimizer)
+        if self._window.is_open(state):
             return None
-        group.used = True
+        state.used = True
         if closure is None:
             return self._stepper.step([self.optimizer])
         self._stepper.check_closure()
 
         def evaluate() -> Any:
             value = closure()
-            self._stepper.finish([self.optimizer], inside=True)
-            group.used = True  # LBFGS calls the closure, and so zero_grad, several times in one step
+            self._stepper.finish_inside([self.optimizer])
+            state.used = True  # LBFGS calls the closure, and so zero_grad, several times in one step
             return value
 
         self._stepper.skipped = False
         return self.optimizer.step(evaluate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        group = self._window.only or self._window.state_of(self.optimizer)
-        if group.used or group.ready or self._window.may_clear(group):
+        weights = self._window.weights
+        state = weights.state if weights.reach is None else weights.reach.state_of(self.optimizer)
+        if state.used or state.ready or self._window.may_clear(state):
             self.optimizer.zero_grad(set_to_none=set_to_none)
-            group.cleared()
+            state.cleared()
 
 
 class PreparedScheduler:
@@ -116,16 +119,16 @@ class PreparedScheduler:
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self.scheduler,)
 
-    def _group(self) -> GradientState:
+    def _state(self) -> GradientState:
         """The gradient state of the scheduler's optimizer; the first one for third-party schedulers that do not name their optimizer."""
         optimizer = getattr(self.scheduler, "optimizer", None)
         if isinstance(optimizer, PreparedOptimizer):
             optimizer = optimizer.optimizer
         is_prepared = any(optimizer is stepped for stepped in self._stepper.optimizers)
-        return self._window.state_of(optimizer) if is_prepared else self._window.groups[0]  # type: ignore[arg-type]
+        return self._window.state_of(optimizer) if is_prepared else self._window.weights.states[0]  # type: ignore[arg-type]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        if self._window.is_open(self._group()):
+        if self._window.is_open(self._state()):
             return
 
         def advance(applied: bool) -> None:

@@ -83,9 +83,7 @@ def _maker(name: object, where: str) -> Callable[..., Any]:
         return factory
     entries = {entry.name: entry for entry in entry_points(group=strategy_names.GROUP)}
     if name in entries:
-        user_factory = load(entries[str(name)])
-        assert user_factory is not None  # only a module of ours may be absent
-        return user_factory
+        return load(entries[str(name)])
     names = ["auto", *(n for n, p in strategy_names.BUILT_IN.items() if strategy_names.is_there(p)), *entries]
     possible = f"possible: {', '.join(names)}, or a Strategy object"
     if point is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ from engine.strategies.tensor_class_states import flat, unflat
 from engine.transforms.blocks import user_module
 from engine.transforms.compile import Transforms
 from engine.utils import accelerator
+
+_RENAMED = "{}.speaks is called is_counted now: whether losses and logged values of this rank count. Rename it"
 
 
 @dataclass(kw_only=True)
@@ -57,6 +60,7 @@ class Strategy(GradientSync):
     """Ends "a strategy which ..." in an error: the work that the strategy does in one call that cannot be divided; ``None``: there is none."""
     group: Group = field(init=False, repr=False)
     data_group: Group = field(init=False, repr=False)
+    _loss_group: Group | None = field(default=None, init=False, repr=False)
     owns_weights: bool = field(default=False, init=False, repr=False)
     """Whether the strategy keeps master copies of the weights and their gradients, which the module does not have. Such a strategy trains
     only the parameters that require a gradient when it sets up the model."""
@@ -64,10 +68,11 @@ class Strategy(GradientSync):
     """Whether forward and backward passes run together, by :class:`engine.strategies.pipelined_passes.PipelinedPasses`."""
     role: str = field(default="", init=False, repr=False)
     """The part of the model that only some ranks have, such as ``"pipeline stage 1 of 4"``; empty if all ranks have the same."""
-    speaks: bool = field(default=True, init=False, repr=False)
-    """Whether losses and logged values of this rank count; true on exactly one of the ranks that see the same data."""
+    is_counted: bool = field(default=True, init=False, repr=False)
+    """Whether losses and logged values of this rank count; true on exactly one of the ranks that compute the same losses."""
     random_stream: int = field(default=0, init=False, repr=False)
-    """The number of this rank's stream of random numbers: ranks with equal numbers draw equal ones (for dropout, for example)."""
+    """The number of this rank's stream of random numbers: ranks with equal numbers draw equal ones (for dropout, for example). Ranks that see the
+    same samples must augment them alike, so it follows ``data_group``."""
     parts_differ: bool = field(default=False, init=False, repr=False)
     """Whether ranks return tensors of different names in :meth:`model_parts` and :meth:`optimizer_parts`."""
     precision: Precision = field(default=Precision.parse("32-true"), init=False, repr=False)
@@ -81,6 +86,8 @@ class Strategy(GradientSync):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if "speaks" in vars(cls) or "speaks" in inspect.get_annotations(cls):
+            raise TypeError(_RENAMED.format(cls.__name__))
         for method, verb, caller in (
             ("step", "stepper", "engine.strategies.owned_step.OwnedStepper"),
             ("run_pipeline", "passes", "engine.strategies.pipelined_passes.PipelinedPasses"),
@@ -89,6 +96,15 @@ class Strategy(GradientSync):
                 raise TypeError(
                     f"{cls.__name__}.{method} would never be called: override {verb}() to return a {caller}"
                 )
+
+    @property
+    def speaks(self) -> Never:
+        """The old name of :attr:`is_counted`, which is refused: a strategy that set it would count the same data several times."""
+        raise AttributeError(_RENAMED.format(type(self).__name__))
+
+    @speaks.setter
+    def speaks(self, value: object) -> None:
+        raise AttributeError(_RENAMED.format(type(self).__name__))
 
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
         """Check the run's settings; ``Fit`` calls this before processes start.
@@ -108,7 +124,17 @@ class Strategy(GradientSync):
             ValueError: the strategy cannot work on these processes.
         """
         self.group = self.data_group = group
+        self._loss_group = None
         self.random_stream = group.rank
+
+    @property
+    def loss_group(self) -> Group:
+        """The ranks whose losses are averaged into one gradient and whose logged values count: ``data_group``, unless ``connect`` sets others."""
+        return self.data_group if self._loss_group is None else self._loss_group
+
+    @loss_group.setter
+    def loss_group(self, group: Group) -> None:
+        self._loss_group = group
 
     @property
     def axes(self) -> dict[str, int]:
@@ -146,7 +172,7 @@ class Strategy(GradientSync):
 
     def passes(self, scaler: Scaler | None) -> Passes:
         """Create the object that gives other code's backward passes the window's weights."""
-        return Passes(self.window, self.data_group, scaler)
+        return Passes(self.window, self.loss_group, scaler)
 
     def train_with(self, loader: Any) -> None:
         """Take the training's loader. ``Fit`` calls this before :meth:`place`."""
@@ -213,7 +239,7 @@ class Strategy(GradientSync):
     def share_buffers(self, module: nn.Module) -> None:
         """Give every rank the buffers of the first rank with the same part of the model, because checkpoints contain that rank's buffers."""
         broadcast_from_rank_0(
-            self.data_group, [b for b in module.buffers() if not b.is_meta and not hasattr(b, "placements")]
+            self.loss_group, [b for b in module.buffers() if not b.is_meta and not hasattr(b, "placements")]
         )
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -310,6 +336,20 @@ class Single(Strategy):
         super().connect(group)
 
 
+def check_groups(strategy: Strategy) -> None:
+    """Check the groups that ``connect`` has set.
+
+    Raises:
+        ValueError: ``loss_group`` lacks a rank of ``data_group``, or has no equal number of ranks for each.
+    """
+    data_ranks, loss_ranks = strategy.data_group.ranks, strategy.loss_group.ranks
+    if not set(data_ranks) <= set(loss_ranks) or len(loss_ranks) % len(data_ranks):
+        raise ValueError(
+            f"{type(strategy).__name__}: data_group has the ranks {data_ranks}, loss_group {loss_ranks}; the losses of all ranks that see different "
+            "samples must be averaged, and each sample must have equally many ranks: set loss_group to a group that contains data_group"
+        )
+
+
 def trained_parameters(model: nn.Module) -> Iterable[Any]:
     """The parameters that require gradients."""
     return (p for p in model.parameters() if p.requires_grad)
@@ -327,8 +367,8 @@ def broadcast_from_rank_0(group: Group, tensors: Iterable[Tensor]) -> None:
             dist.broadcast(tensor, group=group.cpu if tensor.device.type == "cpu" else group.wide, group_src=0)
 
 
-def sum_over_ranks(group: Group, value: Tensor | float, speaks: bool = True) -> Tensor | float:
-    """The sum of a number over all ranks that count (``speaks``), in fp64, or fp32 on devices without.
+def sum_over_ranks(group: Group, value: Tensor | float, is_counted: bool = True) -> Tensor | float:
+    """The sum of a number over all ranks that count (``is_counted``), in fp64, or fp32 on devices without.
 
     With several ranks the result is a tensor on the device whatever ``value`` is: a rank that sent a Python number through another backend
     than a rank with a tensor would hang with it.
@@ -336,7 +376,7 @@ def sum_over_ranks(group: Group, value: Tensor | float, speaks: bool = True) -> 
     if group.world_size == 1:
         return value
     tensor = torch.as_tensor(value, dtype=accelerator.wide(group.device)).detach().to(group.device, non_blocking=True)
-    summed: Tensor = all_reduce(group, tensor if speaks else torch.zeros_like(tensor), "sum")
+    summed: Tensor = all_reduce(group, tensor if is_counted else torch.zeros_like(tensor), "sum")
     return summed
 
 

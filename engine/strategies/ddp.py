@@ -156,7 +156,7 @@ class DDP(Strategy):
 
     def _watch(self, model: nn.Module, inputs: Any) -> None:
         """A forward pre-hook: in windows with repeated micro-batches, record which parameters samples reach."""
-        share = self.window.share
+        share = self.window.position.share
         if share.repeats and torch.is_grad_enabled():
             self._reached.watch(model.parameters(), repeated=not share.size)
 
@@ -167,7 +167,7 @@ class DDP(Strategy):
     def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
         for model in models:
             if isinstance(model, Replica):
-                model.leave_out()
+                model.skip_batch()
         # Passes that follow in the window may reach only some parameters; a zero loss now reaches all of them.
         super().backward_nothing(models, last or self.find_unused_parameters)
 

@@ -30,7 +30,7 @@ PATIENCE_S = 5.0
 """Seconds after which a rank whose model has changed warns that other ranks have not made this change."""
 _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 """The end of torch's error about an unfinished reduction; its numbers are indices of the parameters that the reducer was given."""
-_KEPT_ATTRIBUTES = {*vars(nn.Module()), "require_forward_param_sync"}
+_KEPT_ATTRIBUTES = (*vars(nn.Module()), "require_forward_param_sync")
 """Attributes that stay when the module is wrapped again: hooks, mode, submodules, and whether the next pass broadcasts buffers."""
 _UNREDUCED = {"require_backward_grad_sync": False, "find_unused_parameters": False, "static_graph": False}
 """A wrapper's attributes during a forward pass whose gradients no reducer shall wait for."""
@@ -43,7 +43,7 @@ class Replica(DistributedDataParallel):
     and the buffers of new modules start with rank 0's values. Gradients of the open window are kept. A pass without trained parameters is
     not reduced, so a model that is frozen and unfrozen alternately keeps its reducer at no cost.
 
-    After a change the module is wrapped again, by the same class with the same arguments, and this object takes the new wrapper's attributes.
+    After a change this object is initialised as a wrapper once more, with the same arguments: users hold it, and their hooks are on it.
 
     Args:
         ranks: all processes of the job.
@@ -144,8 +144,8 @@ class Replica(DistributedDataParallel):
 
     # -- changes of the model -----------------------------------------------------------------------------------------------------
 
-    def leave_out(self) -> None:
-        """Follow the model's changes in a micro-batch without a loss, and perhaps without a forward pass, on this rank, as other ranks do now."""
+    def skip_batch(self) -> None:
+        """Apply the model's pending changes although this rank has no loss for the micro-batch, because other ranks apply them now."""
         self._catch_up()
         if self._idle and self.require_backward_grad_sync:
             self._close_window()
@@ -189,12 +189,13 @@ class Replica(DistributedDataParallel):
         self._wrap_again({"find_unused_parameters": True, "static_graph": False} if self._searches_once else {})
 
     def _wrap_again(self, options: dict[str, Any]) -> None:
-        """Wrap the module again, with ``options`` in place of the original ones, and take the new wrapper's attributes."""
+        """Initialise this wrapper again, with ``options`` in place of the original ones."""
         self.check_finished()  # a pending error of the previous pass must not be lost with its reducer
+        attributes = {name: vars(self)[name] for name in _KEPT_ATTRIBUTES}
         with _one_trained(self.module) as unfrozen:
-            wrapper = DistributedDataParallel(self.module, **{**self._options, **options}, init_sync=False)
-        # This frees the old reducer, which then removes its hooks from the parameters.
-        vars(self).update({name: value for name, value in vars(wrapper).items() if name not in _KEPT_ATTRIBUTES})
+            # The new reducer replaces the old one, which then removes its hooks from the parameters.
+            super().__init__(self.module, **{**self._options, **options}, init_sync=False)
+        vars(self).update(attributes)
         self._reduced = unfrozen or self._seen.trained
         if self._hook is not None:
             state, function = self._hook

@@ -210,7 +210,7 @@ class FSDP(Strategy):
         previous = dict(module.named_parameters(remove_duplicate=False))
         half, fp8 = self.precision.autocast, self.precision.fp8
         if fp8 is not None and fp8.gathers:
-            float8.gather_low(module, ignored)
+            float8.cast_before_gather(module, ignored)
         reduce = self.reduce_dtype or (torch.float32 if half is not None else None)
         if self._is_complex(module, ignored):
             half = reduce = None
@@ -312,8 +312,9 @@ class FSDP(Strategy):
     def _average(self, root: nn.Module, parameter: Tensor) -> None:
         """Average the gradient of a parameter that ``fully_shard`` ignores; averaging it twice does no harm."""
         if vars(root)["_reduces"] and parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=self.data_group.wide)
-            parameter.grad.div_(self.data_group.world_size)
+            group = self.loss_group
+            dist.all_reduce(parameter.grad, group=group.wide)
+            parameter.grad.div_(group.world_size)
 
     def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
         raise ValueError(
@@ -328,7 +329,7 @@ class FSDP(Strategy):
             )
 
     def sum(self, value: Tensor | float) -> Tensor | float:
-        return sum_over_ranks(self.group, value, self.speaks)
+        return sum_over_ranks(self.group, value, self.is_counted)
 
     def local(self, grads: list[Tensor]) -> list[Tensor]:
         return grads if self.group.world_size == 1 else dtensors.local(grads)

@@ -159,7 +159,7 @@ class MeshParallel(FSDP):
         self.role = f"pipeline stage{'s' * (stages_per_rank > 1)} {numbers} of {stages_per_rank * pp}" if pp > 1 else ""
         self.loss_stage = 0 if backwards else pp - 1
         self.has_loss = stage == self.loss_stage
-        self.speaks = self.has_loss and group.rank % tp == 0
+        self.is_counted = self.has_loss and group.rank % tp == 0
 
     def passes(self, scaler: Scaler | None) -> Passes:
         return PipelinedPasses(self.window, self, scaler) if self.pipelined else super().passes(scaler)

@@ -293,7 +293,7 @@ class Pipeline:
     def _full_output(self, output: Any) -> Any:
         """The model's output, in its own form, from this rank's parts of the last stage's output."""
         parts = output if isinstance(output, tuple) else (output,)
-        outputs = tuple(spec.with_layout(part) for spec, part in zip(self._returned, parts, strict=True))
+        outputs = tuple(spec.restore_layout(part) for spec, part in zip(self._returned, parts, strict=True))
         return outputs if len(outputs) > 1 else outputs[0]
 
 

@@ -44,8 +44,9 @@ class StageTensor:
         """An uninitialized tensor for this rank's part."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
-    def with_layout(self, local: Tensor) -> Tensor:
-        """The tensor that the next stage takes, made from this rank's part; it keeps the graph."""
+    def restore_layout(self, local: Tensor) -> Tensor:
+        """Turn this rank's part into the tensor that the stage before has sent: a ``DTensor`` with :attr:`layout`, or the part itself if there
+        is none. The graph is kept."""
         layout = self.layout
         if layout is None:
             return local

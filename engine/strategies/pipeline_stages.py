@@ -28,7 +28,7 @@ class Stage(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         with self._precision.context(self._device):
             outputs = through(
-                self.parts, tuple(spec.with_layout(t) for spec, t in zip(self.input_specs, inputs, strict=True))
+                self.parts, tuple(spec.restore_layout(t) for spec, t in zip(self.input_specs, inputs, strict=True))
             )
         results = tuple(local(t) for t in (outputs if isinstance(outputs, tuple) else (outputs,)))
         if [tuple(t.shape) for t in results] != [spec.shape for spec in self.output_specs]:

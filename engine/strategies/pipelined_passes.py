@@ -18,7 +18,7 @@ from engine.step.window import Window
 class Pipelines(Protocol):
     """A strategy that runs forward and backward passes together, as :class:`~engine.strategies.mesh_parallel.MeshParallel` does."""
 
-    data_group: Group
+    loss_group: Group
     has_loss: bool
     """Whether this rank computes the loss; other ranks with the same data receive it."""
 
@@ -41,7 +41,7 @@ class PipelinedPasses(Passes):
     """Passes of strategies that run forward and backward together, in chunks of a micro-batch."""
 
     def __init__(self, window: Window, strategy: Pipelines, scaler: Scaler | None) -> None:
-        super().__init__(window, strategy.data_group, scaler)
+        super().__init__(window, strategy.loss_group, scaler)
         self._strategy = strategy
         window.join()  # there is one model, and one loss
 
@@ -49,10 +49,10 @@ class PipelinedPasses(Passes):
         self, step: Callable[[Any, int], Any], batch: Any, backward: Callable[[Tensor | Loss], None], last: bool
     ) -> Any:
         """Run forward and backward of a micro-batch as the pipeline schedules them; see :meth:`Passes.forward_backward`."""
-        window, strategy, scaler = self._begin(), self._strategy, self._scaler
+        weights, strategy, scaler = self._begin(), self._strategy, self._scaler
         if scaler is not None:
             # Creates the scale on ranks without the loss, which need it too.
-            scaler.seed(window.seed(1.0, torch.ones((), device=self._group.device)))
+            scaler.seed(weights.seed(1.0, torch.ones((), device=self._group.device)))
 
         def root(loss: Tensor | Loss, fraction: float) -> Tensor:
             if isinstance(loss, Loss) and scaler is not None:
@@ -60,15 +60,15 @@ class PipelinedPasses(Passes):
                     "Loss(sum, count) with a pipeline under fp16: the sum may overflow; use precision='bf16-mixed', or return a mean"
                 )
             # At least two ranks, because this chunk's count is only a part of the divisor of a `Loss`.
-            start, divisor = window.weigh(loss, max(2, self._group.world_size), False)
+            start, divisor = weights.weigh(loss, max(2, self._group.world_size), False)
             if not isinstance(loss, Loss):
                 divisor /= fraction
-            seed = window.seed(divisor, start)
+            seed = weights.seed(divisor, start)
             return start * (seed if scaler is None else scaler.seed(seed))
 
         loss_of_batch = strategy.run_pipeline(step, root, batch, last)
         if not strategy.has_loss:
-            window.follow(isinstance(loss_of_batch, Loss))
-        if window.watching:
-            window.attribute()
+            weights.follow(isinstance(loss_of_batch, Loss))
+        if weights.watched is not None:
+            weights.attribute()
         return loss_of_batch

@@ -19,7 +19,7 @@ class Ranks:
     """The ranks that compute a layer's statistics together.
 
     Args:
-        group: the ranks that see different data.
+        group: the ranks whose losses are averaged.
         counts: says whether this rank's current samples count; those of a repeated micro-batch, which keeps the collectives matched, do not.
     """
 

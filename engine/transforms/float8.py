@@ -121,7 +121,7 @@ class Layers:
         self._changed.clear()
 
 
-def gather_low(module: nn.Module, ignored: Collection[Tensor]) -> None:
+def cast_before_gather(module: nn.Module, ignored: Collection[Tensor]) -> None:
     """Wrap the weights of converted layers in ``module``, so that FSDP casts them before it gathers them. Called before ``fully_shard``.
 
     Weights in ``ignored`` and weights that are sharded already are skipped.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -15,6 +16,7 @@ EVERYTHING_S = 60.0
 
 _switched_off = False  # whether a Collector of this process has switched automatic collection off
 _unseen_s = 0.0  # seconds of training in this process since the latest collection of everything
+_switch = threading.Lock()  # held by a thread that switches automatic collection, or relies on its being off
 
 
 class Collector:
@@ -34,10 +36,11 @@ class Collector:
         """Switch automatic collection off. ``trained_s``: as in :meth:`collect`, at the start."""
         global _switched_off
         self._trained_s = trained_s
-        self._is_active = gc.isenabled()
-        if self._is_active:
-            gc.disable()
-            _switched_off = True
+        with _switch:
+            self._is_active = gc.isenabled()
+            if self._is_active:
+                gc.disable()
+                _switched_off = True
 
     def collect(self, trained_s: float = 0.0) -> None:
         """Collect now. Call it on all ranks at the same step.
@@ -74,12 +77,14 @@ class Collector:
     def automatic(self) -> Iterator[None]:
         """Inside the block, Python collects automatically; for evaluations, which do not call :meth:`collect`."""
         if self._is_active:
-            gc.enable()
+            with _switch:
+                gc.enable()
         try:
             yield
         finally:
             if self._is_active:
-                gc.disable()
+                with _switch:
+                    gc.disable()
 
     def end(self, trained_s: float = 0.0) -> None:
         """Restore Python's collector as it was at :meth:`begin`. ``trained_s``: as in :meth:`collect`."""
@@ -87,8 +92,9 @@ class Collector:
         self._thaw()
         if self._is_active:
             self._count_time(trained_s)
-            gc.enable()
-            _switched_off = False
+            with _switch:
+                gc.enable()
+                _switched_off = False
         self._is_active = False
         self._count = 0
 
@@ -96,13 +102,32 @@ class Collector:
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Switch automatic collection off inside the block, which creates many objects that stay: Python would traverse all objects again and again."""
-    automatic = gc.isenabled()
-    gc.disable()
+    with _switch:
+        automatic = gc.isenabled()
+        gc.disable()
     try:
         yield
     finally:
         if automatic:
-            gc.enable()
+            with _switch:
+                gc.enable()
+
+
+@contextmanager
+def postponed() -> Iterator[None]:
+    """Let no object that this thread creates inside the block start a collection, whatever other threads of this library do. For short blocks."""
+    global _switched_off
+    with _switch:
+        automatic, switched_off = gc.isenabled(), _switched_off
+        if automatic:
+            gc.disable()
+            _switched_off = True  # for a process that another thread forks now
+        try:
+            yield
+        finally:
+            if automatic:
+                gc.enable()
+                _switched_off = switched_off
 
 
 def collect_none_at_exit() -> None:
@@ -123,6 +148,8 @@ _BUFFERED = {io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.Buffered
 
 
 def _after_fork_in_child() -> None:
+    global _switch
+    _switch = threading.Lock()  # the thread that held it is not in this process
     if _switched_off:  # nothing calls collect() in a forked process, such as a DataLoader's worker
         gc.enable()
 

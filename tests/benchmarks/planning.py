@@ -42,7 +42,7 @@ from published import POINTS, planned, reserved_gib, tokens_per_second
 
 from engine import Callback, Fit, MeshParallel, Run
 from engine.config.settings import Settings
-from engine.launch.script_ranks import joined
+from engine.launch.script_ranks import joined_group
 from engine.planning.device_table import Link
 from engine.planning.devices import hardware, linked
 from engine.planning.measurement import MachineSpeeds, measure_machine
@@ -151,7 +151,7 @@ def on_rank(file: str, repetitions: int) -> None:
     """Called on each of the 4 ranks: measure the machine and train with each strategy in turn, again and again."""
     found = []
     for _ in range(repetitions):
-        with joined(Settings(strategy="ddp", accelerator="cpu")) as group:
+        with joined_group(Settings(strategy="ddp", accelerator="cpu")) as group:
             row: dict[str, Any] = {"machine": asdict(measure_machine(group)), "load": os.getloadavg()[0]}
         for name, settings in STRATEGIES.items():
             clock = Clock(settings["accumulate_grad_batches"])

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from engine.data.deal import Deal
-from engine.step.window import shares
+from engine.step.position import shares
 
 
 def dealt(deal: Deal, start: int = 0) -> list[list[list[int]]]:

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from engine import CombinedLoader, Engine, Fit, TrainModule
 from engine.data.loader import BatchTransfer, PreparedLoader, feed_for, in_dataset_order
-from engine.step.window import NOT_FROM_LOADER
+from engine.step.position import NOT_FROM_LOADER
 
 
 def prepared(data: Any = None, seed: int = 3, **settings: Any) -> tuple[Engine, PreparedLoader]:
@@ -124,6 +124,15 @@ def test_the_window_knows_what_the_batch_weighs() -> None:
         told.append((share.size, share.divisor, share.last))
     assert told == [(4, 2.0, False), (4, 2.0, True), (2, 1.0, True)]
     assert engine.window.share is NOT_FROM_LOADER
+
+
+def test_micro_batches_have_their_shares_and_leave_the_window_alone() -> None:
+    engine, loader = prepared(accumulate_grad_batches=2)
+    told = []
+    for _, share in loader.micro_batches():
+        assert engine.window.share is NOT_FROM_LOADER
+        told.append((share.size, share.divisor, share.last))
+    assert told == [(4, 2.0, False), (4, 2.0, True), (2, 1.0, True)]
 
 
 def test_leaving_early_gives_the_share_back() -> None:

@@ -7,21 +7,18 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from support.ranks import run_ranks
 
-from engine.distributed.own_process import OwnProcess, StartedRanks
-
-
-class Ranks(StartedRanks):
-    def check(self, error: BaseException | None = None, wait_s: float = 3.0) -> None:
-        raise AssertionError
+from engine.distributed.environments import Environment
+from engine.distributed.own_process import OwnProcess, StartedJob
 
 
 def test_ranks_belong_to_the_process_that_has_started_them() -> None:
-    process, ranks = OwnProcess(), Ranks()
+    process, job = OwnProcess(), StartedJob(Environment("relaunch", 0, 2, 0, 2, 1), dist.HashStore())
     assert process.started is None
-    process.started = ranks
-    assert process.started is ranks
+    process.started = job
+    assert process.started is job
     child = os.fork()
     if child == 0:
         os._exit(0 if process.started is None else 1)

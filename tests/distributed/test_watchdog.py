@@ -226,6 +226,116 @@ def test_progress_is_no_stall(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
 
 
+def test_a_look_that_raises_is_logged_once_and_does_not_end_the_watch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = 0
+
+    def progress() -> int:
+        nonlocal looks
+        if threading.current_thread() is not threading.main_thread():
+            looks += 1
+            if looks in (1, 2):
+                raise AttributeError("'int' object has no attribute 'f_globals'")
+        return 0
+
+    with caplog.at_level(logging.WARNING, "engine"):
+        dog = Watchdog(group_of_one(), progress, first_s=0.3, limit_s=0.7, directory=tmp_path / "hang")
+        deadline = time.monotonic() + PATIENCE_S
+        while "no batch was finished" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.05)
+    dog.stop()
+    assert "no batch was finished" in caplog.text
+    assert caplog.text.count("the watchdog could not look at the training") == 1
+    assert "f_globals" in caplog.text
+
+
+BESIDE_COLLECTIONS = """
+import gc, sys, threading, time
+from engine.distributed import stacks
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        if threading.get_ident() != thread and not ended.is_set():
+            time.sleep(0.0001)  # lets the other thread run, whose frames the reader is reading
+
+def small(depth):
+    return small(depth - 1) if depth else 0
+
+def large(depth):
+    a = b = c = d = e = f = g = h = depth
+    return large(depth - 1) + a + b + c + d + e + f + g + h if depth else 0
+
+def read():
+    while not ended.is_set():
+        stacks.late_workers(thread)
+
+gc.collect()
+gc.freeze()
+gc.set_threshold(20)
+sys.setswitchinterval(1e-5)
+thread, ended = threading.get_ident(), threading.Event()
+reader = threading.Thread(target=read)
+reader.start()
+end = time.monotonic() + 2
+while time.monotonic() < end and reader.is_alive():
+    Cycle()
+    small(50)
+    large(50)
+alive = reader.is_alive()
+ended.set()
+reader.join()
+report(alive)
+"""
+
+
+def test_frames_are_read_while_their_thread_runs_and_finalizers_too() -> None:
+    assert run_script(BESIDE_COLLECTIONS, forked=True).value
+
+
+READS = """
+import sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch
+from engine.distributed.environments import Environment
+from engine.distributed.group import Group
+from engine.distributed.watchdog import Watchdog
+
+reads = []
+sys.addaudithook(lambda event, _: reads.append(event) if event == "sys._current_frames" else None)
+looks = 0
+
+def progress():
+    global looks
+    looks += 1
+    return 0
+
+def look(during):
+    before = looks
+    while looks < before + 10:
+        during()
+    return len(reads)
+
+group = Group(Environment("single"), torch.device("cpu"))
+dog = Watchdog(group, progress, first_s=300, limit_s=0.2, directory=Path(sys.argv[1]))
+computing = look(lambda: sum(range(1000)))
+asleep = look(lambda: time.sleep(1))
+dog.stop()
+report([computing, asleep])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread's processor time is known on Linux alone")
+def test_the_frames_of_a_thread_that_computes_are_not_read(tmp_path: Path) -> None:
+    computing, asleep = run_script(READS, tmp_path, forked=True).value
+    assert computing == 0
+    assert asleep > 0
+
+
 LATE_WORKER = """
 import logging, multiprocessing, os, sys, time
 import torch

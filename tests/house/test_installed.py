@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_entry_points_are_those_of_setup_cfg() -> None:
-    """Annexes are found by the installed metadata: under an old one, hints and adapters are missing, and nothing says why."""
+    """The command ``fit`` is found by the installed metadata."""
     parser = ConfigParser()
     parser.read(ROOT / "setup.cfg")
     declared = {

@@ -29,7 +29,7 @@ if case == "before" and env.rank == 1:
 variables = dict(os.environ)
 started = script_ranks.start(ranks) if env.world_size == 1 else None
 if started:
-    env = started.environment
+    env = started.job.environment
     assert script_ranks.start(ranks) is started is script_ranks.current()
     assert dict(os.environ) == variables
 
@@ -37,7 +37,7 @@ def training():
     return started.training() if started else contextlib.nullcontext()
 
 def run(case):
-    store, check = (started.store, started.check) if started else (None, None)
+    store, check = (started.job.store, started.check) if started else (None, None)
     with training():
         g = join.join(env, torch.device("cpu"), timeout=timedelta(minutes=5), store=store, check=check)
         (place / f"joined{g.rank}").write_text(str(c.gather_object(g, (os.getpid(), os.getppid(), sys.argv, os.getcwd()))))

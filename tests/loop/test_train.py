@@ -250,3 +250,38 @@ def test_evaluation_leaves_the_flags_of_every_submodule_also_after_an_error(tmp_
         except OSError:
             assert batches == 2
         assert (module.training, module.frozen.training, module.live.training) == (True, False, True)
+
+
+class Shares(Weight):
+    """Writes down the share of the window: its samples and whether it is the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int, bool]] = []
+
+    def note(self, event: str) -> None:
+        share = self.run.engine.window.share
+        self.seen.append((event, share.size, share.last))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.note("training")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.note("validation")
+
+    def on_validation_end(self) -> None:
+        self.note("validated")
+
+    def on_train_epoch_end(self) -> None:
+        self.note("epoch")
+
+
+def test_a_validation_inside_an_epoch_leaves_the_share_of_the_training_alone(tmp_path: Path) -> None:
+    """A stop in the middle of an epoch ends the latest micro-batch, too: in hooks after it the window has no share of the data."""
+    module = Shares()
+    data, validation = (DataLoader(torch.ones(n, 1), batch_size=n // 3) for n in (6, 9))
+    run = fit(tmp_path, max_steps=1, accumulate_grad_batches=2, val_every="1 steps", num_sanity_val_steps=0)
+    run.run(module, data, validation)
+    training = [("training", 2, False), ("training", 2, True)]
+    assert module.seen == [*training, *[("validation", 3, True)] * 3, ("validated", 2, True), ("epoch", -1, True)]

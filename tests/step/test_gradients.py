@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,25 +11,15 @@ import torch
 from support.internals import new_share, new_window
 from torch import Tensor
 
+from engine import Strategy
 from engine.step import gradients
 from engine.step.gradients import Loss
 from engine.step.window import Window
 from engine.utils.parameters import parameters_of
 
 
-def alone(value: Any) -> Any:
-    """The sum over the ranks of a job of one."""
-    return value
-
-
-class One:
-    """The group of a job of one."""
-
-    world_size = 1
-
-
 def finish(window: Window) -> Any:
-    return window.close(window.groups[0], alone, One(), 1)  # type: ignore[arg-type]
+    return window.weights.close(window.weights.states[0])
 
 
 def weight(value: float = 2.0) -> Tensor:
@@ -37,22 +27,22 @@ def weight(value: float = 2.0) -> Tensor:
 
 
 def backward(window: Window, loss: Any, world_size: int = 1, fp16: bool = False) -> None:
-    root, divisor = window.weigh(loss, world_size, fp16)
-    root.backward(window.seed(divisor, root))
+    root, divisor = window.weights.weigh(loss, world_size, fp16)
+    root.backward(window.weights.seed(divisor, root))
 
 
 def test_a_full_scalar_micro_batch_is_not_touched() -> None:
     loss = weight() * 3
-    root, divisor = new_window().weigh(loss, 1, False)
+    root, divisor = new_window().weights.weigh(loss, 1, False)
     assert root is loss
     assert divisor == 1.0
 
 
 def test_scalar_windows_divide_by_the_share() -> None:
     window, w = new_window(3), weight()
-    window.accumulating = True
+    window.position.accumulating = True
     for size, last in ((4, False), (4, False), (1, True)):  # 9 samples, each micro-batch the mean over its own
-        window.share = new_share(size, 9 / size, 1.0, last)
+        window.begin(new_share(size, 9 / size, 1.0, last))
         backward(window, w * float(size))
     # (4 * 4 + 4 * 4 + 1 * 1) / 9
     assert w.grad is not None
@@ -62,29 +52,29 @@ def test_scalar_windows_divide_by_the_share() -> None:
 
 def test_without_accumulation_each_micro_batch_is_its_own_window() -> None:
     window = new_window(4)
-    window.share = new_share(4, 4.0, 1.0, last=False)
-    assert window.weigh(weight() * 1, 1, False)[1] == 1.0
+    window.begin(new_share(4, 4.0, 1.0, last=False))
+    assert window.weights.weigh(weight() * 1, 1, False)[1] == 1.0
 
 
 def test_a_repeated_micro_batch_has_no_gradient() -> None:
     window, w = new_window(), weight()
-    window.share = new_share(0, 1.0, 1.0, last=True)
+    window.begin(new_share(0, 1.0, 1.0, last=True))
     backward(window, w * 5)
     assert w.grad is not None
     assert w.grad.item() == 0.0
     window.discard()
     backward(window, Loss(w * 5, 3), world_size=2)
     assert w.grad.item() == 0.0
-    assert window.groups[0].count == 0.0
+    assert window.weights.states[0].count == 0.0
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_weighted_losses_divide_by_all_items(as_tensor: bool) -> None:
     window, w = new_window(4), weight()
-    window.accumulating = True
+    window.position.accumulating = True
     counts = (3, 17, 1, 40)
     for i, count in enumerate(counts):
-        window.share = new_share(1, 4.0, 1.0, last=i == 3)
+        window.begin(new_share(1, 4.0, 1.0, last=i == 3))
         backward(window, Loss(w * float(i + 1) * count, torch.tensor(count) if as_tensor else count))
     total = finish(window)
     assert float(total) == 61.0  # type: ignore[arg-type]
@@ -116,9 +106,9 @@ def test_two_weighted_losses_on_one_micro_batch() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_no_items_give_zero_gradients(count: Any, size: int) -> None:
     window, w = new_window(size), weight()
-    window.accumulating = True
+    window.position.accumulating = True
     for j in range(size):
-        window.share = new_share(1, float(size), 1.0, last=j == size - 1)
+        window.begin(new_share(1, float(size), 1.0, last=j == size - 1))
         backward(window, Loss(w * 0.0, count))
     total = finish(window)
     assert w.grad is not None
@@ -129,24 +119,24 @@ def test_no_items_give_zero_gradients(count: Any, size: int) -> None:
 
 def test_a_new_window_begins_with_the_next_backward() -> None:
     window, w = new_window(2), weight()
-    window.accumulating = True
-    window.share = new_share(1, 2.0, 1.0, last=False)
+    window.position.accumulating = True
+    window.begin(new_share(1, 2.0, 1.0, last=False))
     backward(window, Loss(w * 1.0, 5))
     backward(window, Loss(w * 1.0, 7))
     assert finish(window) == 12.0
     assert finish(window) == 12.0
     backward(window, Loss(w * 1.0, 2))
-    assert window.groups[0].count == 2
+    assert window.weights.states[0].count == 2
     assert finish(window) == 2.0
 
 
 def test_micro_batches_without_loss_do_not_count() -> None:
     window, w = new_window(4), weight()
-    window.accumulating = True
+    window.position.accumulating = True
     for j in range(4):
-        window.share = new_share(1, 4.0, 1.0, last=j == 3)
+        window.begin(new_share(1, 4.0, 1.0, last=j == 3))
         if j == 1:
-            window.drop(1, False)
+            window.weights.drop(1, False)
         else:
             backward(window, w * 1.0)
     assert w.grad is not None
@@ -156,54 +146,64 @@ def test_micro_batches_without_loss_do_not_count() -> None:
 
 def test_a_window_of_dropped_micro_batches_is_empty() -> None:
     window = new_window(2)
-    window.accumulating = True
+    window.position.accumulating = True
     for last in (False, True):
-        window.share = new_share(1, 2.0, 1.0, last)
-        window.drop(1, False)
-    assert not window.fed
+        window.begin(new_share(1, 2.0, 1.0, last))
+        window.weights.drop(1, False)
+    assert not window.weights.fed
     assert finish(window) is None
 
 
 def test_a_dropped_micro_batch_before_a_weighted_one() -> None:
     window, w = new_window(2), weight()
-    window.accumulating = True
-    window.share = new_share(1, 2.0, 1.0, last=False)
-    window.drop(1, False)
-    window.share = new_share(1, 2.0, 1.0, last=True)
+    window.position.accumulating = True
+    window.begin(new_share(1, 2.0, 1.0, last=False))
+    window.weights.drop(1, False)
+    window.begin(new_share(1, 2.0, 1.0, last=True))
     backward(window, Loss(w * 6.0, 3))
     total = finish(window)
     assert w.grad is not None
     assert w.grad.item() / (1.0 if total is None else float(total)) == 2.0
 
 
+class HasNeighbour(Strategy):
+    """The other rank has a count of 5."""
+
+    asked = 0
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        self.asked += 1
+        return [max(value, 5.0) for value in values]
+
+
 def test_fp16_sums_start_small_enough() -> None:
-    window, w = new_window(2), weight()
-    window.accumulating = True
-    window.share = new_share(1, 2.0, 1.0, last=False)
-    window.gradient_sync = SimpleNamespace(largest=lambda counts: [5.0])  # type: ignore[assignment]  # the other rank has 5
-    root, divisor = window.weigh(Loss(w * 8.0, 3), 1, True)
+    strategy = HasNeighbour()
+    window, w = new_window(2, strategy), weight()
+    window.position.accumulating = True
+    window.begin(new_share(1, 2.0, 1.0, last=False))
+    root, divisor = window.weights.weigh(Loss(w * 8.0, 3), 1, True)
     assert divisor == 16.0  # the power of two above 5 * 2 micro-batches
-    root.backward(window.seed(divisor, root))
-    window.share = new_share(1, 2.0, 1.0, last=True)
-    window.gradient_sync = SimpleNamespace()  # type: ignore[assignment]  # it is agreed already
+    root.backward(window.weights.seed(divisor, root))
+    window.begin(new_share(1, 2.0, 1.0, last=True))
     backward(window, Loss(w * 12.0, 2), fp16=True)
     total = finish(window)
     assert total == 5 / 16
+    assert strategy.asked == 1  # it is agreed already in the second micro-batch
     assert w.grad is not None
     assert w.grad.item() / total == 4.0
 
 
 def test_kinds_cannot_be_mixed() -> None:
     window, w = new_window(2), weight()
-    window.accumulating = True
-    window.share = new_share(1, 2.0, 1.0, last=False)
-    window.weigh(w * 1, 1, False)
+    window.position.accumulating = True
+    window.begin(new_share(1, 2.0, 1.0, last=False))
+    window.weights.weigh(w * 1, 1, False)
     with pytest.raises(TypeError, match="earlier one of the same window has a scalar"):
-        window.weigh(Loss(w * 1, 1), 1, False)
+        window.weights.weigh(Loss(w * 1, 1), 1, False)
     window.discard()
-    window.weigh(Loss(w * 1, 1), 1, False)
+    window.weights.weigh(Loss(w * 1, 1), 1, False)
     with pytest.raises(TypeError, match=r"earlier one of the same window has Loss\(sum, count\)"):
-        window.weigh(w * 1, 1, False)
+        window.weights.weigh(w * 1, 1, False)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +217,11 @@ def test_kinds_cannot_be_mixed() -> None:
 )
 def test_wrong_losses(loss: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        new_window().weigh(loss, 1, False)
+        new_window().weights.weigh(loss, 1, False)
 
 
 def test_a_loss_of_shape_one_is_taken() -> None:
-    root, _ = new_window().weigh(torch.ones(1, 1, requires_grad=True) * 2, 1, False)
+    root, _ = new_window().weights.weigh(torch.ones(1, 1, requires_grad=True) * 2, 1, False)
     assert root.shape == ()
 
 
@@ -229,17 +229,17 @@ def test_a_loss_of_shape_one_is_taken() -> None:
 def test_the_seed_divides_as_autograd_does(divisor: float) -> None:
     w, v = torch.tensor(1.2345, requires_grad=True), torch.tensor(1.2345, requires_grad=True)
     (w.exp() / divisor).backward()
-    v.exp().backward(new_window().seed(divisor, v))
+    v.exp().backward(new_window().weights.seed(divisor, v))
     assert torch.equal(w.grad, v.grad)  # type: ignore[arg-type]
 
 
 def test_seeds_are_made_once_and_forgotten_when_many() -> None:
     window, loss = new_window(), torch.ones(())
-    assert window.seed(3.0, loss) is window.seed(3.0, loss)
-    assert window.seed(math.inf, loss).item() == 0.0
+    assert window.weights.seed(3.0, loss) is window.weights.seed(3.0, loss)
+    assert window.weights.seed(math.inf, loss).item() == 0.0
     for i in range(300):
-        window.seed(float(i + 1), loss)
-    assert len(window._seeds) <= 257
+        window.weights.seed(float(i + 1), loss)
+    assert len(window.weights._seeds) <= 257
 
 
 def test_parameters_of_several_optimizers_are_unique() -> None:

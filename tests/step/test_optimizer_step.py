@@ -48,13 +48,15 @@ class Bench:
 
     def backward(self, *gradient: float, count: float | None = None, on: torch.nn.Parameter | None = None) -> None:
         total = ((self.p if on is None else on) * torch.tensor(gradient)).sum()
-        root, divisor = self.window.weigh(total if count is None else Loss(total, count), 1, self.scaler is not None)
-        seed = self.window.seed(divisor, root)
+        root, divisor = self.window.weights.weigh(
+            total if count is None else Loss(total, count), 1, self.scaler is not None
+        )
+        seed = self.window.weights.seed(divisor, root)
         root.backward(seed if self.scaler is None else self.scaler.seed(seed))
 
     def micro(self, *gradient: float, count: float, last: bool) -> None:
-        self.window.accumulating = True
-        self.window.share = new_share(1, float(self.window.size), 1.0, last)
+        self.window.position.accumulating = True
+        self.window.begin(new_share(1, float(self.window.position.size), 1.0, last))
         self.backward(*gradient, count=count)
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from callbacks import ModelCheckpoint
 from engine import Engine, Loss
-from engine.step.window import packed
 
 
 def engine_of(**settings: Any) -> Engine:
@@ -480,9 +479,3 @@ def test_ranks_that_zero_without_a_step_stay_equal(found: list[Any]) -> None:
 def test_counts_of_two_models_on_two_ranks(found: list[Any]) -> None:
     for rank in found:
         assert rank["engine"] == pytest.approx([-7 / 3, -11 / 7])
-
-
-@pytest.mark.parametrize("count", [None, 3, 2.5, torch.tensor(3), torch.tensor(2.5), torch.tensor([4])])
-def test_counts_go_to_the_device_whatever_they_are(count: Any) -> None:
-    sent = packed(count, True, torch.device("meta"))
-    assert (sent.device.type, sent.dtype, sent.shape) == ("meta", torch.float64, (2,))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.checkpoints import source_of
+from support.internals import group_of_one
 from support.toys import Linear
 from torch import nn
 
@@ -102,6 +103,22 @@ def test_a_method_that_nothing_would_call_is_refused(method: str, verb: str) -> 
     with pytest.raises(TypeError, match=rf"Own.{method} would never be called: override {verb}\(\)"):
         type("Own", (Single,), {method: lambda self: None})
     type("Own", (Single,), {method: lambda self: None, verb: lambda self: None})
+
+
+def test_the_old_name_of_a_fact_is_refused() -> None:
+    renamed = "Own.speaks is called is_counted now"
+    with pytest.raises(TypeError, match=renamed):
+        type("Own", (Single,), {"speaks": False})
+    with pytest.raises(TypeError, match=renamed):
+        type("Own", (Single,), {"__annotations__": {"speaks": bool}})
+
+    class Own(Single):
+        def connect(self, group: Any) -> None:
+            super().connect(group)
+            self.speaks = group.rank == 0  # type: ignore[misc]
+
+    with pytest.raises(AttributeError, match=renamed):
+        Own().connect(group_of_one())
 
 
 @pytest.mark.parametrize(("grads", "expected"), [([], 0.0), ([[3.0], [4.0]], 5.0)])

@@ -33,7 +33,10 @@ from engine.loop.logbook import Logbook
 from engine.loop.timing import Intervals
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule
-from engine.step.window import Share, Window
+from engine.step.position import Share
+from engine.step.window import Window
+from engine.strategies import Single
+from engine.strategies.base import Strategy
 from engine.utils import log
 
 
@@ -116,9 +119,11 @@ def new_share(size: int, divisor: float, alone: float, last: bool) -> Share:
     return Share(size, divisor, alone, last)
 
 
-def new_window(size: int = 1) -> Window:
-    """The gradient state of an engine that accumulates ``size`` micro-batches."""
-    return Window(size)
+def new_window(size: int = 1, strategy: Strategy | None = None) -> Window:
+    """The window of an engine of one process that accumulates ``size`` micro-batches."""
+    strategy = strategy or Single()
+    strategy.connect(group_of_one())
+    return Window(size, strategy)
 
 
 def new_recorder(**options: Any) -> Recorder:

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -292,3 +293,34 @@ def test_an_exit_without_a_collection(tmp_path: Path, begin: str, collected: boo
     assert (
         collected or (tmp_path / "text").read_text() == "flushed"
     )  # Python's own last collection may come too late for a text file
+
+
+def test_a_postponed_collection_does_not_outlast_its_block_nor_a_fork() -> None:
+    with garbage.postponed():
+        assert not gc.isenabled()
+        child = os.fork()
+        if child == 0:  # where nothing ends the block's work
+            with garbage.uncollected():  # would wait for the other thread, which is not in this process
+                pass
+            os._exit(0 if gc.isenabled() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert gc.isenabled()
+
+
+def test_a_collector_waits_for_a_thread_that_postpones_collections() -> None:
+    collector, begins = Collector(), threading.Event()
+
+    def begin() -> None:
+        begins.set()
+        collector.begin()
+
+    with garbage.postponed():
+        thread = threading.Thread(target=begin)
+        thread.start()
+        assert begins.wait(60)
+        thread.join(0.1)
+        assert thread.is_alive()
+    thread.join()
+    assert not gc.isenabled()  # it has seen that collection was automatic
+    collector.end()
+    assert gc.isenabled()

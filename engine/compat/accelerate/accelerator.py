@@ -30,7 +30,7 @@ from engine.compat.accelerate.utils import dataclasses as settings
 from engine.compat.checked_arguments import checking_arguments
 from engine.distributed.collectives import broadcast_object
 from engine.engine import Engine
-from engine.step.window import Share
+from engine.step.position import Share
 from engine.step.wrappers import PreparedScheduler
 from engine.utils.tree import leaves, map_tensors
 
@@ -137,7 +137,7 @@ class Accelerator(Engine):
         if (
             self.rules == "accelerate"
         ):  # every loss is divided by the full window, even if the last one of an epoch is shorter
-            self.window.share = Share(-1, float(value), float(value), last=True)
+            self.window.begin(Share(-1, float(value), float(value), last=True))
 
     # -- preparing objects ------------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class Accelerator(Engine):
         state, steps = self.gradient_state, self.gradient_accumulation_steps
         self.step = 0 if self._plugin.sync_with_dataloader and state.end_of_dataloader else self.step + 1
         if self.rules == "accelerate":
-            self.window.share = Share(-1, float(steps), float(steps), last=self.step % steps == 0)
+            self.window.begin(Share(-1, float(steps), float(steps), last=self.step % steps == 0))
         self.enter_window(models)
         state.sync_gradients = self.sync_gradients
         if self._plugin.sync_each_batch:

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.compat.lightning.before_run import BeforeRun
 from engine.data.loader import PreparedLoader
+from engine.distributed.group import Group
 from engine.engine import Engine
 from engine.loop.loaders import is_loader
 from engine.loop.run import Run
@@ -18,8 +19,8 @@ class RankLoader:
     the run's own pass. Other attributes are those of the user's loader. All ranks must start a pass together.
     """
 
-    def __init__(self, loader: Any, prepared: PreparedLoader | None, engine: Engine) -> None:
-        self.loader, self._prepared, self._engine = loader, prepared, engine
+    def __init__(self, loader: Any, prepared: PreparedLoader | None, engine: Engine, group: Group) -> None:
+        self.loader, self._prepared, self._engine, self._group = loader, prepared, engine, group
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "loader":
@@ -41,8 +42,7 @@ class RankLoader:
 
     def _independent_loader(self) -> PreparedLoader:
         """A new prepared loader over the same data, independent of the run's."""
-        engine = self._engine
-        return PreparedLoader(self.loader, group=engine.data_group, window=Window(), seed=engine.seed, place=False)
+        return PreparedLoader(self.loader, group=self._group, window=Window(), seed=self._engine.seed, place=False)
 
 
 def loaders_as_given(run: Run | BeforeRun, kind: str) -> Any:
@@ -58,7 +58,8 @@ def loaders_as_given(run: Run | BeforeRun, kind: str) -> Any:
 
     def rank_loader(loader: Any, number: int) -> RankLoader:
         prepared_from = prepared[number].loader if number < len(prepared) else None
-        return RankLoader(loader, prepared[number] if prepared_from is loader else None, run.engine)
+        prepared_loader = prepared[number] if prepared_from is loader else None
+        return RankLoader(loader, prepared_loader, run.engine, run.loaders.ranks_of(kind))
 
     if isinstance(sources, Mapping):
         return {name: rank_loader(loader, number) for number, (name, loader) in enumerate(sources.items())}

@@ -11,7 +11,7 @@ from engine.compat.checked_arguments import as_device, checking_arguments
 from engine.compat.lightning import strategy_arguments as strategies
 from engine.compat.lightning.names import CLASSES
 from engine.compat.refusals import refusing
-from engine.config.typed_values import converted_arguments, hints
+from engine.config.typed_values import convert_arguments, hints
 from engine.distributed.group import Group
 from engine.strategies.base import Single, Strategy
 from engine.strategies.ddp import DDP
@@ -32,7 +32,7 @@ class AsBase(type):
 
     def __call__(cls, **options: Any) -> Any:
         base = cls.__bases__[0]
-        return base(**converted_arguments(cls.__name__, hints(base), cls.translate(options)))
+        return base(**convert_arguments(cls.__name__, hints(base), cls.translate(options)))
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.__bases__[0])

@@ -312,7 +312,7 @@ class DeepSpeed(Strategy, OwnsStep):
         required, size = self._requirements or {}, self._batch_size
         config = copy.deepcopy(self._config)
         micro = RequiredValue(size, f"the training loader's batch_size={size}") if isinstance(size, int) else None
-        window = configuration.window(required, size, self.group.world_size, self.window.size)
+        window = configuration.window(required, size, self.group.world_size, self.window.position.size)
         configuration.batch_sizes(config, self._where, micro, window, self.group.world_size)
         clip = required.get("gradient_clip_val")
         pinned = accelerator.pins(self.group.device) if self.pin_memory is None else self.pin_memory

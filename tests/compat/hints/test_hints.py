@@ -129,6 +129,24 @@ def test_errors_of_other_calls_stay_as_they_are(tmp_path: Path) -> None:
         fit(tmp_path).run(Calls(), ones(1))
 
 
+@pytest.mark.parametrize("method", [Fit.run, Fit.validate, Fit.test, Fit.predict])
+def test_fits_methods_are_called_without_a_frame_between(method: Callable[..., Any], tmp_path: Path) -> None:
+    assert not hasattr(method, "__wrapped__")
+    assert method.__code__.co_filename == inspect.getsourcefile(Fit)
+    parameters = inspect.signature(method).parameters
+    assert parameters["module"].default is inspect.Parameter.empty
+    assert not [name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD]
+    trainer = fit(tmp_path)
+    with pytest.raises(
+        TypeError, match=rf"^{method.__qualname__}\(\) missing 1 required positional argument: 'module'$"
+    ):
+        method(trainer)
+    with pytest.raises(
+        TypeError, match=rf"^{method.__qualname__}\(\) got an unexpected keyword argument 'dataloaders'"
+    ):
+        method(trainer, Weight(), dataloaders=ones(1))
+
+
 def test_a_wrapped_constructor_keeps_its_signature() -> None:
     assert list(inspect.signature(callbacks.EarlyStopping).parameters)[:2] == ["monitor", "min_delta"]
     assert "Args:" in (inspect.getdoc(callbacks.EarlyStopping.__init__) or "")

@@ -11,7 +11,7 @@ from engine.compat.accelerate import names as accelerate
 from engine.compat.lightning import arguments as lightning
 from engine.compat.lightning.names import ATTRIBUTES as LIGHTNING
 from engine.compat.transformers import arguments as transformers
-from engine.utils.extensions import answer
+from engine.utils.extensions import advice
 
 RECORDED: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("sentences.json").read_text())
 """What to use instead of a name, by the place that is asked for it. A sentence that changes on purpose changes there too."""
@@ -19,8 +19,8 @@ RECORDED: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("sente
 
 @pytest.mark.parametrize("place", RECORDED)
 def test_sentences_are_as_recorded(place: str) -> None:
-    assert {name: answer(place, name) for name in RECORDED[place]} == RECORDED[place]
-    assert answer(place, "a name that nobody has") == ""
+    assert {name: advice(place, name) for name in RECORDED[place]} == RECORDED[place]
+    assert advice(place, "a name that nobody has") == ""
 
 
 def test_trainers_that_share_a_name_have_one_answer() -> None:

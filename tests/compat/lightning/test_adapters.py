@@ -6,8 +6,6 @@ import copy
 import functools
 import io
 import pickle
-from configparser import ConfigParser
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from engine import Callback, Fit, Run, TrainModule
 from engine.config.hyperparameters import for_loggers
-from engine.utils import extensions
-
-
-@pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The entry points of the source tree, whatever version is installed."""
-    parser = ConfigParser()
-    parser.read(Path(__file__).parents[3] / "setup.cfg")
-    lines = parser["options.entry_points"][extensions.ADAPTERS].strip().splitlines()
-    points = [EntryPoint(*map(str.strip, line.split("=")), group=extensions.ADAPTERS) for line in lines]
-    monkeypatch.setattr(extensions, "entry_points", lambda group: points if group == extensions.ADAPTERS else [])
 
 
 @pytest.mark.parametrize("automatic", [True, False])

@@ -31,7 +31,7 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "gradients": Fault(
-        "each micro-batch weighs the same", "engine/step/window.py",
+        "each micro-batch weighs the same", "engine/step/position.py",
         "divisor=total / (micro[rank] * world_size) if micro[rank] else 1.0", "divisor=float(len(sizes))",
     ),
     "window": Fault(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.config.typed_values import converted_arguments
+from engine.config.typed_values import convert_arguments
 
 
 def _names(name: str, values: str) -> Any:
@@ -35,7 +35,7 @@ class KwargsHandler:
 
     def __post_init__(self) -> None:
         types = {item.name: item.type for item in fields(self)}  # type: ignore[arg-type]
-        vars(self).update(converted_arguments(type(self).__name__, types, vars(self)))
+        vars(self).update(convert_arguments(type(self).__name__, types, vars(self)))
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""

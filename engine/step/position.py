@@ -1,0 +1,107 @@
+"""The position of a loop in its accumulation window: the share of the current micro-batch, and whether more of them come before the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import NamedTuple
+
+
+class Share(NamedTuple):
+    """The weight of one micro-batch."""
+
+    size: int
+    """Samples in the micro-batch; 0 for a repeated one that only keeps the collectives matched; -1: not known, to be read from the batch."""
+    divisor: float
+    """Divisor for the micro-batch's mean loss; with it, the window's sum, averaged over ranks, is the mean over all samples."""
+    alone: float
+    """Divisor for the mean loss if the micro-batch is a window of its own, in loops without accumulation."""
+    last: bool
+    """Whether the micro-batch is the last of its window."""
+    repeats: bool = False
+    """Whether some rank repeats a micro-batch in this window."""
+    samples: int = -1
+    """Samples in the window, over all ranks; -1: not known, the samples of this batch."""
+
+
+NOT_FROM_LOADER = Share(size=-1, divisor=1.0, alone=1.0, last=True)
+"""The share of a batch that does not come from a prepared loader."""
+_COUNTED = -1.0
+"""``Share.alone`` of the shares that :meth:`Position.enter` makes by counting micro-batches, without a prepared loader."""
+
+
+@lru_cache(maxsize=1024)
+def shares(sizes: tuple[tuple[int, ...], ...], rank: int) -> tuple[Share, ...]:
+    """The shares of one window on ``rank``. ``sizes[j][r]`` is the number of samples in micro-batch ``j`` of rank ``r``."""
+    world_size = len(sizes[0])
+    total, repeats = sum(map(sum, sizes)), any(0 in micro for micro in sizes)
+    return tuple(
+        Share(
+            size=micro[rank],
+            divisor=total / (micro[rank] * world_size) if micro[rank] else 1.0,
+            alone=sum(micro) / (micro[rank] * world_size) if micro[rank] else 1.0,
+            last=j == len(sizes) - 1,
+            repeats=repeats,
+            samples=total,
+        )
+        for j, micro in enumerate(sizes)
+    )
+
+
+class Position:
+    """Where a loop is in its accumulation window.
+
+    Args:
+        size: micro-batches in a full window.
+    """
+
+    __slots__ = ("_entered", "accumulating", "complete", "held", "share", "size")
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+        """Micro-batches in a full window (``accumulate_grad_batches``)."""
+        self.share: Share = NOT_FROM_LOADER
+        """The current micro-batch's share."""
+        self.accumulating = False
+        """Whether micro-batches have their weight in the window (``Share.divisor``), not ``Share.alone``: inside ``accumulate``, and in a run."""
+        self.held = False
+        """Whether the latest ``accumulate`` block left its window open, and no backward pass followed."""
+        self.complete = False
+        """Whether the latest backward pass was of a window's last micro-batch."""
+        self._entered = 0  # micro-batches of accumulating loops that came without a prepared loader
+
+    def begin_pass(self, accumulating: bool) -> None:
+        """Begin a run's pass over its data, whose micro-batches are not entered one by one."""
+        self.accumulating = accumulating
+
+    def end_pass(self) -> None:
+        """End a run's pass over its data."""
+        self.accumulating, self.share = False, NOT_FROM_LOADER
+
+    def enter(self) -> None:
+        """Begin a micro-batch of an accumulating loop; without a prepared loader, every :attr:`size`-th micro-batch ends a window."""
+        if self.share is NOT_FROM_LOADER or self.share.alone == _COUNTED:
+            self._entered += 1
+            self.share = Share(size=1, divisor=float(self.size), alone=_COUNTED, last=self._entered % self.size == 0)
+        self.accumulating, self.complete = True, False
+
+    def exit(self) -> None:
+        """End a micro-batch that :meth:`enter` began."""
+        self.accumulating = False
+        self.held = not self.share.last
+        if self.share.alone == _COUNTED:
+            self.share = NOT_FROM_LOADER
+
+    @contextmanager
+    def nested(self) -> Iterator[None]:
+        """Inside the block micro-batches of another pass begin, as in a validation; afterwards the current micro-batch is the one from before."""
+        outer = self.share
+        try:
+            yield
+        finally:
+            self.share = outer
+
+    def discard(self) -> None:
+        """End the window without a step: the next micro-batch is the first of a window."""
+        self.held, self._entered = False, 0
