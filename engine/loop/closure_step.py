@@ -314,20 +314,14 @@ def logging_nothing(run: Run) -> Iterator[None]:
         yield
 
 
-def refuse(run: Run, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse methods that the module overrides, and optimizers that need a closure, if this run does not support them.
+def check_closures(run: Run, optimizers: Sequence[Optimizer]) -> None:
+    """Check that this run supports those ``optimizers`` that evaluate the loss inside their step.
 
     Raises:
-        ValueError: one is not supported; the message says what to do.
+        ValueError: it does not; the message says what to do.
     """
-    engine, module = run.engine, run.module
+    engine = run.engine
     strategy, name = engine.strategy, type(engine.strategy).__name__
-    for method in (*STEP_METHODS, "backward"):
-        if overrides(module, method) and strategy.fused:
-            raise ValueError(
-                f"{type(module).__name__} overrides {method}, which cannot be called under {name}: it {strategy.fused}. "
-                "Remove the method (learning rates: a scheduler; clipping: gradient_clip_val), or use strategy='ddp' or 'fsdp'"
-            )
     closure_optimizers = [type(o).__name__ for o in optimizers if needs_closure(o)]
     if not closure_optimizers:
         return

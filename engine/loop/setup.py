@@ -15,7 +15,7 @@ from engine.data.order import mixed
 from engine.distributed.group import Group
 from engine.engine import Engine
 from engine.loop.callback_states import check_keys
-from engine.loop.closure_step import STEP_METHODS, ClosureOptimization, refuse
+from engine.loop.closure_step import STEP_METHODS, ClosureOptimization, check_closures
 from engine.loop.first_checks import check_parameters, report_misspelled
 from engine.loop.loaders import RunData
 from engine.loop.method_arguments import accepting
@@ -226,16 +226,18 @@ def set_up_optimizers(run: Run) -> None:
             schedule.step = module.lr_scheduler_step
         elif module.automatic_optimization:
             schedule.check()
-    if module.automatic_optimization:
-        refuse(run, raw_optimizers)
     run.optimization = choose_optimization(run, prepared)
     run.optimizer_set.fill(run.optimization.optimizers, schedules, module.automatic_optimization)
 
 
 def choose_optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimization:
-    """Choose how micro-batches and accumulation windows are processed, by the module, its optimizers and the strategy."""
+    """Choose how micro-batches and accumulation windows are processed, by the module, its optimizers and the strategy.
+
+    Raises:
+        ValueError: the strategy cannot call a method that the module overrides, or the run does not support an optimizer's closure.
+    """
     module, engine = run.module, run.engine
-    methods = overridden_methods(module, ("lr_scheduler_step", *STEP_METHODS), TrainModule)
+    methods = overridden_methods(module, ("lr_scheduler_step", *STEP_METHODS, "backward"), TrainModule)
     if not module.automatic_optimization:
         for name in (*STEP_METHODS, "lr_scheduler_step"):
             if name != "clip_gradients" and name in methods:
@@ -244,11 +246,25 @@ def choose_optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimiza
                     f"{type(module).__name__}.{name} is not called with automatic_optimization=False: call it in training_step",
                 )
         return ManualOptimization(run, prepared)
+    if engine.strategy.fused:
+        _refuse_step_methods(run, methods)
     if methods.intersection(STEP_METHODS) or any(needs_closure(optimizer.optimizer) for optimizer in prepared):
+        check_closures(run, [optimizer.optimizer for optimizer in prepared])
         return ClosureOptimization(run, prepared)
     # The loop steps with Engine.step, which takes torch's own optimizers; only modules that step by themselves need the prepared ones.
     kind = PipelinedOptimization if engine.strategy.pipelined else AutomaticOptimization
     return kind(run, [optimizer.optimizer for optimizer in prepared])
+
+
+def _refuse_step_methods(run: Run, overridden: frozenset[str]) -> None:
+    """Refuse the module's ``overridden`` methods that are parts of a step, which the strategy does in one call."""
+    strategy = run.engine.strategy
+    for method in (*STEP_METHODS, "backward"):
+        if method in overridden:
+            raise ValueError(
+                f"{type(run.module).__name__} overrides {method}, which cannot be called under {type(strategy).__name__}: it {strategy.fused}. "
+                "Remove the method (learning rates: a scheduler; clipping: gradient_clip_val), or use strategy='ddp' or 'fsdp'"
+            )
 
 
 def set_up_evaluation(run: Run, kind: str) -> list[PreparedLoader]:

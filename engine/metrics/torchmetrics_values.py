@@ -192,13 +192,13 @@ def check(name: str, metric: Any, group: Group, on_step: bool) -> None:
 
 
 def connect_metrics(module: nn.Module, group: Group, loss_group: Group) -> None:
-    """Before a run, let the metrics of ``module`` compute over the ranks that see different data.
+    """Before a run, let the metrics of ``module`` compute over the ranks whose logged values count.
 
     Raises:
         ValueError: a metric would synchronise with the other ranks at each batch.
     """
-    for name, metric in module.named_modules():
-        if is_metric(metric) and group.world_size > 1:
+    for name, metric in module.named_modules() if group.world_size > 1 else ():
+        if is_metric(metric):
             refuse(f"{type(module).__name__}.{name}", metric, {"dist_sync_on_step": False})
             limit(metric, group, loss_group)
 
