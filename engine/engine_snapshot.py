@@ -174,7 +174,7 @@ class EngineSnapshot:
                 rebase(scheduler)
 
     def own_state(self, loaded: Loaded) -> Fields | None:
-        """What this rank has saved itself; ``None``, on all ranks, if the ranks are not those that saved. A collective."""
+        """The state that this rank has saved itself; ``None``, on all ranks, if the ranks are not those that saved. A collective."""
         return loaded.of_same_rank(self._data_rank())
 
     def restore_random_numbers(self, loaded: Loaded, own_state: Fields | None) -> None:

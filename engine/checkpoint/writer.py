@@ -228,6 +228,8 @@ class CheckpointWriter:
     """For the module's ``optimizer_step``: an optimizer changes parameters between its evaluations of the loss, before the step itself."""
     before_hooks = hold
     """For hooks that may change weights: those of :data:`engine.loop.hooks.WEIGHT_CHANGING_EVENTS`."""
+    before_roll_back = hold
+    """For :meth:`engine.Run.roll_back`, which loads weights and optimizer states between two steps."""
     before_validation = hold
     """For validations, at whose start callbacks may swap the weights."""
 

@@ -1,4 +1,4 @@
-"""What the ranks of a training tell each other between steps: requests and news, in one small collective every now and then."""
+"""``Agreement``: the ranks of a training share requests and news between steps, in one small collective every now and then."""
 
 from __future__ import annotations
 

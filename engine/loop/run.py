@@ -662,6 +662,7 @@ class Run:
         """Restore weights, optimizers and schedulers from the checkpoint at ``path`` during a training; counters, data position and random number
         states stay as they are."""
         with opening(self.engine.group, *self.checkpoints.run_folder.source(str(path)), FOLDERS) as loaded:
+            self.saver.before_roll_back()
             self.snapshot.load_weights(loaded, True, TRAINED)
             self.snapshot.restore_optimizers(loaded, Resume(path))
 

@@ -374,6 +374,38 @@ def test_an_engine_loop_saves_what_was_there(tmp_path: Path, monkeypatch: pytest
     assert not torch.equal(model.weight, before)
 
 
+class RollsBack(Callback):
+    """At step 2 begins a save, and rolls back to step 1 at once."""
+
+    lost: set[str] | None = None
+
+    def on_train_batch_end(self, run: Any, module: Any, *args: Any) -> None:
+        if run.step == 1:
+            self.weights = {1: module.net.weight.detach().clone()}
+            self.path = run.save_checkpoint()
+        if run.step == 2 and self.lost is None:
+            self.weights[2] = module.net.weight.detach().clone()
+            run.save_checkpoint(asynchronous=True)
+            run.roll_back(self.path)
+            self.lost = run.wait_for_checkpoint()
+            assert torch.equal(module.net.weight, self.weights[1])
+
+
+def test_a_roll_back_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = Staging._copy
+
+    def slowly(self: Staging) -> None:
+        time.sleep(0.3)
+        copy(self)
+
+    monkeypatch.setattr(Staging, "_copy", slowly)
+    callback = RollsBack()
+    linear_fit(tmp_path, callback).run(Linear(), LINEAR_BATCHES)
+    assert callback.lost == set()
+    saved = read(tmp_path / "checkpoints" / "step=00000002").model["net.weight"]
+    assert torch.equal(saved, callback.weights[2])
+
+
 class StatesToo(Callback):
     """Saves beside ``ModelCheckpoint``, without waiting either."""
 
