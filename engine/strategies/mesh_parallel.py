@@ -150,7 +150,7 @@ class MeshParallel(FSDP):
         self.pipelined = self.parts_differ = pp > 1
         self.fused = "runs forward and backward passes together" if pp > 1 else None
         self.compiles_whole = _IN_PARTS if pp > 1 else None
-        self.data_group = data_group(group, self._sizes)
+        self.data_group = self.loss_group = data_group(group, self._sizes)
         stage = group.rank // (group.world_size // pp)
         self.random_stream = self.data_group.rank * pp + stage
         _, stages_per_rank, backwards = SCHEDULES[self.schedule]

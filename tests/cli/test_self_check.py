@@ -72,7 +72,7 @@ def test_a_check_that_ends_its_process_has_failed_and_the_others_are_made(
 
 def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     good = [Outcome("store", "1 x cpu", True, "", 0.25), Outcome("deepspeed", "", None, "not installed", 0.0)]
-    monkeypatch.setattr(self_check, "checked", lambda: good)
+    monkeypatch.setattr(self_check, "run_checks", lambda: good)
     assert self_check.run(Namespace(json=False)) == 0
     shown = capsys.readouterr().out
     assert "not of your project" in " ".join(shown.split())
@@ -84,7 +84,7 @@ def test_the_table_and_the_status(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         ["DeepSpeed = one process", "", "- not installed", "0.0", ""],
     ]
     monkeypatch.setattr(
-        self_check, "checked", lambda: [*good, Outcome("ddp", "2 x cpu", False, "weights differ", 1.0, "do this")]
+        self_check, "run_checks", lambda: [*good, Outcome("ddp", "2 x cpu", False, "weights differ", 1.0, "do this")]
     )
     assert self_check.run(Namespace(json=True)) == 1
     last = json.loads(capsys.readouterr().out)[2]

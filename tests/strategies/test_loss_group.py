@@ -153,12 +153,12 @@ def train(
         settings.pop("batch", BATCH),
     )
     root = settings.pop("root", f"{parts}-{type(strategy).__name__}-{os.environ.get('WORLD_SIZE')}")
+    loader = DataLoader(Sequences(settings.pop("noise", 0.0)), batch_size=batch, shuffle=True)
     monitor = ThroughputMonitor(count_flops=False, tokens_fn=lambda batch: module.part(batch["x"])[..., 0].numel())
     fit = Fit(
         strategy=strategy, accelerator="cpu", seed=1, log_every_n_steps=1, num_sanity_val_steps=0, root_dir=folder() / root,
         callbacks=[monitor, watch, *settings.pop("callbacks", ())], **{"max_epochs": 3, "sync_batchnorm": True, **settings},
     )  # fmt: skip
-    loader = DataLoader(Sequences(settings.pop("noise", 0.0)), batch_size=batch, shuffle=True)
     whole = DataLoader(Sequences(), batch_size=3)
     path = None if resume is None else str(folder() / resume / "checkpoints" / "step=00000009")
     fit.run(module, loader, whole, resume=path)
