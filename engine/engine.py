@@ -31,11 +31,12 @@ from engine.engine_snapshot import EngineCheckpoints, EngineSnapshot
 from engine.metrics.recorder import Recorder
 from engine.prepared import Prepared
 from engine.step import gradients
+from engine.step.autocast_forward import AutocastForward
 from engine.step.gradients import Loss
 from engine.step.optimizer_step import Optimizers, Then
 from engine.step.precision import Precision
 from engine.step.window import Window
-from engine.step.wrappers import AutocastForward, PreparedOptimizer, PreparedScheduler, raw
+from engine.step.wrappers import PreparedOptimizer, PreparedScheduler, raw
 from engine.strategies.base import Strategy, check_groups
 from engine.strategies.foreign_wrappers import check_plain
 from engine.transforms import batch_norm

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from engine.step import gradients
 from engine.step.gradient_state import SCALAR, GradientState
 from engine.step.gradient_sync import GradientSync
-from engine.step.precision import Scaler
+from engine.step.scaler import Scaler
 from engine.step.window import Window
 from engine.utils import accelerator, torch_private
 from engine.utils.parameters import parameters_of, uncompiled

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.distributed.group import Group
 from engine.step.gradients import Loss
-from engine.step.precision import Scaler
+from engine.step.scaler import Scaler
 from engine.step.weights import Weights
 from engine.step.window import Window
 from engine.utils import accelerator

@@ -22,7 +22,8 @@ from engine.step.gradient_sync import GradientSync
 from engine.step.gradients import zero_with_graph
 from engine.step.optimizer_step import Stepper
 from engine.step.passes import Passes
-from engine.step.precision import Precision, Scaler
+from engine.step.precision import Precision
+from engine.step.scaler import Scaler
 from engine.step.window import Window
 from engine.strategies import deferred_init
 from engine.strategies.tensor_class_states import flat, unflat

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from engine.step.gradient_sync import GradientSync
 from engine.step.optimizer_step import Guard, Stepper, Then
-from engine.step.precision import Scaler
+from engine.step.scaler import Scaler
 from engine.step.window import Window
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.distributed.group import Group
 from engine.step.gradients import Loss
 from engine.step.passes import Passes
-from engine.step.precision import Scaler
+from engine.step.scaler import Scaler
 from engine.step.window import Window
 
 

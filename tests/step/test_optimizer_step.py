@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from engine.step.gradients import Loss
 from engine.step.optimizer_step import Stepper
-from engine.step.precision import Scaler
+from engine.step.scaler import Scaler
 from engine.strategies import Single
 
 INF = float("inf")
