@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ from engine.distributed.rank_work import F, Trigger, before_others, only, part
 from engine.engine_snapshot import EngineCheckpoints, EngineSnapshot
 from engine.metrics.recorder import Recorder
 from engine.prepared import Prepared
-from engine.step import gradients
+from engine.step import gradients, missing_loss
 from engine.step.autocast_forward import AutocastForward
 from engine.step.gradients import Loss
 from engine.step.optimizer_step import Optimizers, Then
+from engine.step.passes import Passes
 from engine.step.precision import Precision
 from engine.step.window import Window
 from engine.step.wrappers import PreparedOptimizer, PreparedScheduler, raw
@@ -129,7 +131,6 @@ class Engine:
         self.scaler = self.strategy.scaler()
         self._stepper = self.strategy.stepper(self.scaler, on_nonfinite)
         self._stepped: tuple[list[Any], list[Any]] = [], []  # the latest step's optimizers: arguments, unwrapped
-        self._passes = self.strategy.passes(self.scaler)
         data_seed = collectives.gather_json(self.group, torch.initial_seed() if seed is None else seed)[0]
         self.precision.check(self.group.device)
         self.prepared = Prepared(self.strategy, self._stepper, data_seed, models)
@@ -354,6 +355,11 @@ class Engine:
         if weights.watched is not None:
             weights.attribute()
 
+    @cached_property
+    def _passes(self) -> Passes:
+        """Gives backward passes that other code runs the window's weights; created when first used, because few trainings have such passes."""
+        return self.strategy.passes(self.scaler)
+
     def backward_by(self, loss: Tensor | Loss, function: Callable[[Tensor], Any]) -> Tensor:
         """Run :meth:`backward` with your own backward pass.
 
@@ -378,7 +384,7 @@ class Engine:
         """Call this instead of :meth:`backward` for a micro-batch without a loss. On one process its samples do not count; on several ranks they
         count with a zero gradient."""
         self._batch_norms.refuse_none()
-        self.window.weights.drop(self.loss_group.world_size, self.scaler is not None)
+        missing_loss.drop(self.window, self.loss_group.world_size, self.scaler is not None)
         if self.group.world_size > 1:
             self.strategy.backward_nothing(self.models, self.sync_gradients)
 

@@ -19,7 +19,7 @@ from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce, maximum_over_ranks
 from engine.distributed.group import Group
 from engine.step.gradient_sync import GradientSync
-from engine.step.gradients import zero_with_graph
+from engine.step.missing_loss import zero_with_graph
 from engine.step.optimizer_step import Stepper
 from engine.step.passes import Passes
 from engine.step.precision import Precision
