@@ -390,7 +390,7 @@ class Engine:
 
     def window_has_loss(self) -> bool:
         """Whether any rank had a loss in the window that ends here. Only a rank without one (``window.weights.fed`` is false) needs to ask."""
-        return self._stepper.fed()
+        return missing_loss.makes_step(self.window, self.loss_group)
 
     def discard_window(self) -> None:
         """End the accumulation window without a step: discard its gradients and its losses' weights. For loops that stop inside a window, on all
@@ -406,7 +406,7 @@ class Engine:
         ``optimizer``: one or a list; ``None``: all.
         """
         optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        self._stepper.prepare(self._stepper.optimizers if optimizer is None else [raw(o) for o in optimizers])
+        self._stepper.early.prepare(self._stepper.optimizers if optimizer is None else [raw(o) for o in optimizers])
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
@@ -416,7 +416,9 @@ class Engine:
         Return the norm before clipping, shape ``()``; ``None`` inside a window, and under DeepSpeed, which clips in its step.
         """
         return (
-            self._stepper.clip_norm(gradients.listed(parameters), max_norm, norm_type) if self.sync_gradients else None
+            self._stepper.early.clip_norm(gradients.listed(parameters), max_norm, norm_type)
+            if self.sync_gradients
+            else None
         )
 
     def grad_norms(self, model: nn.Module, norm_type: float = 2.0, *, optimizer: Any = None) -> dict[str, Tensor]:
@@ -425,12 +427,14 @@ class Engine:
         ``optimizer``: only the parameters of this one. ``{}`` inside a window. All ranks call this together.
         """
         optimizers = [] if optimizer is None else [raw(optimizer)]
-        return self._stepper.named_norms(self.unwrap_model(model), norm_type, optimizers) if self.sync_gradients else {}
+        if not self.sync_gradients:
+            return {}
+        return self._stepper.early.named_norms(self.unwrap_model(model), norm_type, optimizers)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each gradient element to [-clip_value, clip_value]."""
         if self.sync_gradients:
-            self._stepper.clip_values(gradients.listed(parameters), clip_value)
+            self._stepper.early.clip_values(gradients.listed(parameters), clip_value)
 
     def finish_gradients(
         self,

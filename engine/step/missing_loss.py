@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from engine.distributed.group import Group
+from engine.step.gradient_state import SCALAR
 from engine.step.loss_agreement import NO_LOSS
 from engine.step.window import Window
 from engine.utils.log import warn_once
@@ -23,6 +25,15 @@ def drop(window: Window, world_size: int, fp16: bool) -> None:
     if world_size == 1 and position.share.size and position.accumulating:
         for state in weights.states:
             state.dropped += 1.0 / position.share.divisor
+
+
+def makes_step(window: Window, loss_group: Group) -> bool:
+    """Whether the window that ends now makes a step, because some rank had a loss in it. Only ranks without a loss need to call this."""
+    weights = window.weights
+    for state in weights.states:
+        weights.close(state)
+    # Whether another rank had a scalar loss is not known; a micro-batch without one counts with a zero gradient.
+    return weights.fed or (loss_group.world_size > 1 and any(state.kind == SCALAR for state in weights.states))
 
 
 def zero_with_graph(parameters: Iterable[Tensor]) -> Tensor:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from engine.step import gradients
-from engine.step.gradient_state import SCALAR, GradientState
+from engine.step.early_gradients import EarlyGradients
 from engine.step.gradient_sync import GradientSync
 from engine.step.scaler import Scaler
 from engine.step.window import Window
-from engine.utils import accelerator, torch_private
+from engine.utils import accelerator
 from engine.utils.parameters import parameters_of, uncompiled
 
 Optimizers = Sequence[Any]
@@ -60,7 +61,6 @@ class Stepper:
         """Functions to call once, before the next step, such as ``CheckpointWriter.hold``."""
         self.guard: Guard | None = None
         """An additional judge of each step; see :meth:`guard_by`."""
-        self._alone = gradient_sync.group.world_size == 1
         self._pending: list[tuple[Tensor, Any, list[Then]]] = []
         """Steps without a verdict yet: flags in host memory, the event after which they can be read, and functions to call then."""
 
@@ -69,13 +69,18 @@ class Stepper:
         """The number of steps whose verdict is not known yet."""
         return len(self._pending)
 
+    @cached_property
+    def early(self) -> EarlyGradients:
+        """Finishes gradients ahead of their step; created when first used, because most trainings do not do that."""
+        return EarlyGradients(self.window, self.gradient_sync, self.scaler, self.optimizers)
+
     def add(self, optimizer: Optimizer) -> None:
         """Add an optimizer, unless it was added before."""
         if not any(optimizer is stepped for stepped in self.optimizers):
             self.optimizers.append(optimizer)
             self.window.add(optimizer)
             # Asks the device now, because doing so in the first step would wait for it.
-            _skips_itself(optimizer)
+            accelerator.skips_steps(optimizer)
 
     def guard_by(self, guard: Guard | None) -> None:
         """Let ``guard`` decide about each :meth:`step` from now on. A step with non-finite gradients is still the matter of the scaler or
@@ -101,68 +106,6 @@ class Stepper:
                 "optimizer.step(closure) under precision='16-mixed': gradients cannot be unscaled inside the closure; use bf16-mixed"
             )
 
-    def prepare(self, optimizers: Sequence[Optimizer]) -> None:
-        """Unscale and divide the gradients of ``optimizers`` now, so that they can be read; the step does not do it again."""
-        for optimizer in optimizers:
-            state = self.window.state_of(optimizer)
-            if id(optimizer) in state.ready:
-                continue
-            divisor = self._divisor(state)
-            flag: Tensor | None = None
-            if self.scaler is not None or divisor is not None:
-                state.altered = True
-                grads = gradients.gradients(parameters_of([optimizer]))
-                parts = self.gradient_sync.local(grads)
-                if self.scaler is not None:
-                    flag = self.scaler.unscale(optimizer, divisor, None if parts is grads else parts)
-                elif divisor is not None:
-                    gradients.divide(parts, divisor)
-            state.ready[id(optimizer)] = flag
-
-    def readable(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of ``parameters``, divided and unscaled."""
-        ids = {id(p) for p in parameters}
-        self.prepare([o for o in self.optimizers if any(id(p) in ids for p in parameters_of([o]))])
-        return gradients.gradients(parameters)
-
-    def named_norms(self, model: nn.Module, norm_type: float, optimizers: Sequence[Any]) -> dict[str, Tensor]:
-        """The norm of each gradient of ``model``, divided and unscaled, by the parameter's name. Shapes ``()``, on the device.
-
-        ``optimizers``: those whose parameters to include; if empty, all parameters are included.
-        """
-        chosen = {id(p) for p in parameters_of(optimizers)}
-        named = {
-            name: p
-            for name, p in model.named_parameters()
-            if p.grad is not None and (not optimizers or id(p) in chosen)
-        }
-        self.readable(list(named.values()))
-        return self.gradient_sync.norms({name: gradients.gradients([p])[0] for name, p in named.items()}, norm_type)
-
-    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-        """Clip the norm of these parameters' gradients. Return the norm before clipping, shape ``()``; ``None`` if it is known at the step only."""
-        grads = self.readable(parameters)
-        return gradients.clip_norm(
-            self.gradient_sync.local(grads), self.gradient_sync.norm(grads, norm_type), max_norm, None
-        )
-
-    def clip_values(self, parameters: Sequence[Tensor], limit: float) -> None:
-        """Clamp each element of the gradients of ``parameters`` to [-limit, limit]."""
-        gradients.clip_values(self.gradient_sync.local(self.readable(parameters)), limit)
-
-    def forget(self, optimizers: Sequence[Optimizer]) -> None:
-        """Record that the gradients of ``optimizers`` were set to zero."""
-        for optimizer in optimizers:
-            self.window.state_of(optimizer).cleared()
-
-    def fed(self) -> bool:
-        """Whether the window that ends now makes a step, because some rank had a loss in it. Only ranks without a loss need to call this."""
-        weights, several = self.window.weights, self.gradient_sync.loss_group.world_size > 1
-        for state in weights.states:
-            self._divisor(state)
-        # Whether another rank had a scalar loss is not known; a micro-batch without one counts with a zero gradient.
-        return weights.fed or (several and any(state.kind == SCALAR for state in weights.states))
-
     def step(
         self,
         optimizers: Sequence[Optimizer],
@@ -184,7 +127,7 @@ class Stepper:
         if self.before_next:
             self.call_before()
         weights = self.window.weights
-        divisor = self._divisor(weights.state) if weights.reach is None else self._divided(optimizers)
+        divisor = weights.close(weights.state) if weights.reach is None else self.early.divisor_of(optimizers)
         if (
             self.scaler is None
             and max_norm is None
@@ -217,7 +160,7 @@ class Stepper:
         max_value: float | None = None,
     ) -> None:
         """Divide, clip and check the gradients of ``optimizers`` together, ahead of their steps, which do not repeat it."""
-        nonfinite = self._finish(optimizers, self._divided(optimizers), max_norm, max_value)
+        nonfinite = self._finish(optimizers, self.early.divisor_of(optimizers), max_norm, max_value)
         for optimizer in optimizers:
             state = self.window.state_of(optimizer)
             state.ready[id(optimizer)], state.altered = nonfinite, True
@@ -230,9 +173,10 @@ class Stepper:
         Raises:
             FloatingPointError: a gradient is not finite, because such a step cannot be skipped.
         """
-        nonfinite = self._finish(optimizers, self._divided(optimizers), max_norm, max_value)
+        nonfinite = self._finish(optimizers, self.early.divisor_of(optimizers), max_norm, max_value)
         self.call_before()
-        self.forget(optimizers)
+        for optimizer in optimizers:
+            self.window.state_of(optimizer).cleared()
         if nonfinite is not None and bool(nonfinite):  # waits for the device, as such an optimizer does
             self._fail()
 
@@ -247,24 +191,6 @@ class Stepper:
         for function in functions:
             function()
 
-    def _divisor(self, state: GradientState) -> Tensor | float | None:
-        """The divisor that these gradients still need; usually ``None``, because all weights were known before the backward passes."""
-        if self.window.position.share.repeats and not state.closed:
-            self.gradient_sync.drop_repeated(parameters_of(state.optimizers))
-        if state.count is None and not state.dropped and (self._alone or state.kind == SCALAR):
-            state.closed = True
-            return None
-        return self.window.weights.close(state)
-
-    def _divided(self, optimizers: Sequence[Optimizer]) -> Tensor | float | None:
-        """The divisor of optimizers that may step by themselves. Each has its own, so the gradients of several optimizers are divided here."""
-        divisors = [self._divisor(self.window.state_of(optimizer)) for optimizer in optimizers]
-        if len(divisors) == 1:
-            return divisors[0]
-        if any(divisor is not None for divisor in divisors):
-            self.prepare(optimizers)
-        return None
-
     def _finish(
         self,
         optimizers: Sequence[Optimizer],
@@ -276,9 +202,7 @@ class Stepper:
         nonfinite: Tensor | None = None
         states = [self.window.state_of(optimizer) for optimizer in optimizers]
         if self.scaler is not None or any(id(o) in s.ready for o, s in zip(optimizers, states, strict=True)):
-            self.prepare(optimizers)
-            flags = [flag for o, s in zip(optimizers, states, strict=True) if (flag := s.ready[id(o)]) is not None]
-            nonfinite, divisor = (torch.stack(flags).max() if flags else None), None
+            nonfinite, divisor = self.early.checked(optimizers), None
         grads = gradients.gradients(parameters_of(optimizers))
         parts = self.gradient_sync.local(grads)
         checks = self.on_nonfinite is not None and self.scaler is None and nonfinite is None
@@ -304,7 +228,11 @@ class Stepper:
         max_value: float | None,
     ) -> bool:
         """Let a fused optimizer divide inside its kernel instead of in another pass."""
-        if max_value is not None or not isinstance(divisor, Tensor) or not all(_skips_itself(o) for o in optimizers):
+        if (
+            max_value is not None
+            or not isinstance(divisor, Tensor)
+            or not all(accelerator.skips_steps(o) for o in optimizers)
+        ):
             return False
         if any(p.dtype == torch.float64 for p in parameters_of(optimizers)):
             return False  # fused kernels take the factor as fp32
@@ -319,7 +247,9 @@ class Stepper:
     ) -> None:
         """Step unless ``nonfinite`` or ``guarded`` (the guard leaves the step out) is 1.0."""
         flag = nonfinite if guarded is None else guarded if nonfinite is None else nonfinite + guarded
-        on_device = flag is not None and accelerator.defers(flag.device) and all(_skips_itself(o) for o in optimizers)
+        on_device = (
+            flag is not None and accelerator.defers(flag.device) and all(accelerator.skips_steps(o) for o in optimizers)
+        )
         skip = flag is not None and not on_device and bool(flag)  # waits for the device if it is there
         if skip and self.on_nonfinite == "raise" and self.scaler is None and bool(nonfinite):
             self._fail()
@@ -385,17 +315,3 @@ class Stepper:
             f"a gradient is not finite (on_nonfinite='raise'){self._where_nonfinite()}; the parameters are those from before this step. "
             "Lower the learning rate, set gradient_clip_val, look at the batch, or continue with on_nonfinite='skip'"
         )
-
-
-def _skips_itself(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step accepts ``found_inf`` and ``grad_scale`` on the device, as torch's fused optimizers do.
-
-    Other packages' optimizers are trusted. Torch's claim support even where their kernel ignores both, so the device is asked.
-    """
-    if not torch_private.takes_amp_scaling(optimizer):
-        return False
-    torch_base = next((base for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim.")), None)
-    parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
-    if torch_base in (None, Optimizer) or parameter is None or parameter.device.type == "cpu":
-        return True
-    return accelerator.fused_skips(parameter.device, torch_base)

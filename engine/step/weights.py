@@ -14,6 +14,7 @@ from engine.step.gradients import Loss, nonzero, scalar
 from engine.step.loss_agreement import SCALAR_LOSS, LossAgreement
 from engine.step.position import Position, Share
 from engine.step.reach import Reach, Traces
+from engine.utils.parameters import parameters_of
 from engine.utils.tree import full_tensor
 
 
@@ -176,9 +177,14 @@ class Weights:
 
     def close(self, state: GradientState) -> Tensor | float | None:
         """Close the window of some gradients. Return the divisor that they still need, or ``None``: the same value until the next backward pass."""
+        sync, agreement, items = self._gradient_sync, self.agreement, state.count
+        if self._position.share.repeats and not state.closed:
+            sync.drop_repeated(parameters_of(state.optimizers))
+        if state.count is None and not state.dropped and (sync.group.world_size == 1 or state.kind == SCALAR):
+            state.closed = True  # all weights were known before the backward passes
+            return None
         if state.closed:
             return state.total
-        sync, agreement, items = self._gradient_sync, self.agreement, state.count
         if sync.group.world_size > 1 and not state.kind:
             agreement.agree_on_kind(state)
         weighted = state.count is not None or (state.kind == WEIGHTED and not state.scalars)
