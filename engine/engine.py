@@ -34,9 +34,10 @@ from engine.prepared import Prepared
 from engine.step import gradients, missing_loss
 from engine.step.autocast_forward import AutocastForward
 from engine.step.gradients import Loss
-from engine.step.optimizer_step import Optimizers, Then
+from engine.step.optimizer_step import Optimizers
 from engine.step.passes import Passes
 from engine.step.precision import Precision
+from engine.step.verdicts import Then
 from engine.step.window import Window
 from engine.step.wrappers import PreparedOptimizer, PreparedScheduler, raw
 from engine.strategies.base import Strategy, check_groups

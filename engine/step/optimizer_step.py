@@ -1,10 +1,10 @@
-"""The optimizer step: finish the gradients in as few passes as possible, check that they are finite, apply them."""
+"""The optimizer step: finish the gradients in as few passes as possible, and apply them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,35 +14,19 @@ from engine.step import gradients
 from engine.step.early_gradients import EarlyGradients
 from engine.step.gradient_sync import GradientSync
 from engine.step.scaler import Scaler
+from engine.step.verdicts import Guard, Then, Verdicts
 from engine.step.window import Window
 from engine.utils import accelerator
-from engine.utils.parameters import parameters_of, uncompiled
+from engine.utils.parameters import parameters_of
 
 Optimizers = Sequence[Any]
 """Optimizers, prepared or not."""
-Then = Callable[[bool], None]
-"""A function that is called with whether a step was applied, once known: in a run :meth:`engine.loop.optimization.Optimization.applied`."""
-
-
-class Guard(Protocol):
-    """Decides on the device whether a step is left out, as :class:`callbacks.SpikeGuard` does."""
-
-    def check(self, norm: Tensor) -> Tensor:
-        """Return 1.0 to leave this step out, 0.0 to apply it; computed on the device, the same on all ranks. Shape ``()``, fp32.
-
-        ``norm``: the global norm of the step's gradients before clipping, shape ``()``.
-        """
-
-    def left_out(self) -> None:
-        """Called after a step was left out because of :meth:`check`, once that is known, on all ranks at the same step."""
 
 
 class Stepper:
     """Steps optimizers whose gradients one :class:`Window` accumulates.
 
-    A step is skipped when a gradient is not finite: always under fp16's scaler, otherwise if ``on_nonfinite`` says so. On the CPU the
-    verdict is known at once. On a device, with optimizers that skip by themselves (fused ones), the host does not wait for the verdict:
-    it is read at the next step, after that step's kernels are queued, or by :meth:`await_verdicts`.
+    Every step is applied, unless fp16's scaler, ``on_nonfinite`` or a guard is there to decide about it (:class:`Verdicts`).
 
     A strategy that owns the step (``Strategy.stepper``) has :class:`engine.strategies.owned_step.OwnedStepper` in its place.
     """
@@ -55,19 +39,24 @@ class Stepper:
         """Every optimizer of this engine."""
         self.norm: Tensor | None = None
         """The global norm of the latest step's gradients before clipping; ``None`` when it was not needed. Shape ``()``."""
-        self.skipped = False
-        """Whether the latest step with a known verdict was skipped."""
         self.before_next: list[Callable[[], None]] = []
         """Functions to call once, before the next step, such as ``CheckpointWriter.hold``."""
-        self.guard: Guard | None = None
-        """An additional judge of each step; see :meth:`guard_by`."""
-        self._pending: list[tuple[Tensor, Any, list[Then]]] = []
-        """Steps without a verdict yet: flags in host memory, the event after which they can be read, and functions to call then."""
+        self.verdicts = None if scaler is None and on_nonfinite is None else self.new_verdicts()
+        """Decides which steps are applied; ``None``: all of them are."""
+
+    def new_verdicts(self) -> Verdicts:
+        """Create the object that decides which steps are applied."""
+        return Verdicts(self.window, self.gradient_sync, self.scaler, self.on_nonfinite, self.optimizers)
 
     @property
     def pending(self) -> int:
         """The number of steps whose verdict is not known yet."""
-        return len(self._pending)
+        return 0 if self.verdicts is None else len(self.verdicts.pending)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the latest step with a known verdict was skipped."""
+        return self.verdicts is not None and self.verdicts.skipped
 
     @cached_property
     def early(self) -> EarlyGradients:
@@ -83,19 +72,20 @@ class Stepper:
             accelerator.skips_steps(optimizer)
 
     def guard_by(self, guard: Guard | None) -> None:
-        """Let ``guard`` decide about each :meth:`step` from now on. A step with non-finite gradients is still the matter of the scaler or
-        ``on_nonfinite``, if one is set, and does not count as left out by the guard.
+        """Let ``guard`` decide about each :meth:`step` from now on; see :meth:`Verdicts.guard_by`.
 
         Raises:
             ValueError: the strategy owns the step, or there is another guard already.
         """
-        if guard is not None and self.guard is not None and guard is not self.guard:
-            raise ValueError(f"{type(self.guard).__name__} decides already whether steps are applied: give one guard")
-        self.guard = guard
+        if self.verdicts is None and guard is not None:
+            self.verdicts = self.new_verdicts()
+        if self.verdicts is not None:
+            self.verdicts.guard_by(guard)
 
     def leave(self) -> None:
         """Release all optimizers."""
-        self.guard = None
+        if self.verdicts is not None:
+            self.verdicts.guard = None
         self.optimizers.clear()
         self.window.leave()
 
@@ -122,35 +112,32 @@ class Stepper:
             max_value: clip each element to [-max_value, max_value].
             then: a function to call with whether the step was applied, as soon as that is known.
         """
-        if self._pending:
-            self.await_verdicts()
+        verdicts = self.verdicts
+        if verdicts is not None and verdicts.pending:
+            verdicts.await_pending()
         if self.before_next:
             self.call_before()
         weights = self.window.weights
         divisor = weights.close(weights.state) if weights.reach is None else self.early.divisor_of(optimizers)
-        if (
-            self.scaler is None
-            and max_norm is None
-            and max_value is None
-            and self.on_nonfinite is None
-            and divisor is None
-            and self.guard is None
-        ):
+        if verdicts is None and max_norm is None and max_value is None and divisor is None:
             for optimizer in optimizers:
                 optimizer.step()
-            self.skipped = False
             for state in weights.states:
                 state.altered = False
             if then is not None:
                 then(True)
             return
         nonfinite = self._finish(optimizers, divisor, max_norm, max_value)
-        guarded: Tensor | None = None
-        if self.guard is not None:
-            assert self.norm is not None
-            guarded = self.gradient_sync.agree(self.guard.check(self.norm))
-            guarded = guarded if nonfinite is None else guarded * (1.0 - nonfinite)
-        self._apply(optimizers, nonfinite, guarded, then)
+        if verdicts is not None:
+            verdicts.apply(optimizers, self.norm, nonfinite, then)
+            return
+        for optimizer in optimizers:
+            optimizer.step()
+            for name in ("found_inf", "grad_scale"):
+                optimizer.__dict__.pop(name, None)
+            self.window.state_of(optimizer).altered = False
+        if then is not None:
+            then(True)
 
     def finish(
         self,
@@ -178,7 +165,20 @@ class Stepper:
         for optimizer in optimizers:
             self.window.state_of(optimizer).cleared()
         if nonfinite is not None and bool(nonfinite):  # waits for the device, as such an optimizer does
-            self._fail()
+            assert self.verdicts is not None
+            self.verdicts.fail()
+
+    def await_verdicts(self) -> None:
+        """Wait for the pending verdicts, and call the functions that wait for them."""
+        if self.verdicts is not None:
+            self.verdicts.await_pending()
+
+    def after(self, then: Then) -> None:
+        """Call ``then`` with the latest step's verdict, now or when it is known."""
+        if self.verdicts is None:
+            then(True)
+        else:
+            self.verdicts.after(then)
 
     def before_step(self, function: Callable[[], None]) -> None:
         """Call ``function`` once, before the next optimizer step; see :meth:`engine.Engine.before_step`."""
@@ -206,7 +206,7 @@ class Stepper:
         grads = gradients.gradients(parameters_of(optimizers))
         parts = self.gradient_sync.local(grads)
         checks = self.on_nonfinite is not None and self.scaler is None and nonfinite is None
-        if max_norm is not None or checks or self.guard is not None:
+        if max_norm is not None or checks or (self.verdicts is not None and self.verdicts.guard is not None):
             norm = self.gradient_sync.norm(grads)
             if max_norm is not None:
                 self.norm, divisor = gradients.clip_norm(parts, norm, max_norm, divisor), None
@@ -241,77 +241,3 @@ class Stepper:
             if nonfinite is None:
                 optimizer.found_inf = torch.zeros((), device=divisor.device)  # type: ignore[attr-defined]
         return True
-
-    def _apply(
-        self, optimizers: Sequence[Optimizer], nonfinite: Tensor | None, guarded: Tensor | None, then: Then | None
-    ) -> None:
-        """Step unless ``nonfinite`` or ``guarded`` (the guard leaves the step out) is 1.0."""
-        flag = nonfinite if guarded is None else guarded if nonfinite is None else nonfinite + guarded
-        on_device = (
-            flag is not None and accelerator.defers(flag.device) and all(accelerator.skips_steps(o) for o in optimizers)
-        )
-        skip = flag is not None and not on_device and bool(flag)  # waits for the device if it is there
-        if skip and self.on_nonfinite == "raise" and self.scaler is None and bool(nonfinite):
-            self._fail()
-        for optimizer in optimizers:
-            if on_device:
-                optimizer.found_inf = flag  # type: ignore[attr-defined]
-                if not hasattr(optimizer, "grad_scale"):
-                    optimizer.grad_scale = None  # type: ignore[attr-defined]
-            if not skip:
-                optimizer.step()
-            for name in ("found_inf", "grad_scale"):
-                optimizer.__dict__.pop(name, None)
-            self.window.state_of(optimizer).altered = False
-        if self.scaler is not None:
-            assert nonfinite is not None
-            self.scaler.stepped(optimizers, nonfinite, self.optimizers)
-        callbacks = [] if then is None else [then]
-        if on_device:
-            assert flag is not None
-            flags = flag if guarded is None else torch.stack([flag, guarded])
-            host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
-            event = torch.Event(flags.device)
-            event.record()
-            self._pending.append((host, event, callbacks))
-        else:
-            self._decide(not skip, callbacks, skip and guarded is not None and bool(guarded))
-
-    def await_verdicts(self) -> None:
-        """Wait for the pending verdicts, and call the functions that wait for them."""
-        while self._pending:
-            host, event, callbacks = self._pending.pop(0)
-            event.synchronize()
-            flags = host.reshape(-1).tolist()  # [was the step skipped, with a guard: did the guard skip it]
-            applied, guarded = not flags[0], len(flags) > 1 and bool(flags[1])
-            if not applied and not guarded and self.on_nonfinite == "raise" and self.scaler is None:
-                self._fail()
-            self._decide(applied, callbacks, guarded)
-
-    def after(self, then: Then) -> None:
-        """Call ``then`` with the latest step's verdict, now or when it is known."""
-        if self._pending:
-            self._pending[-1][2].append(then)
-        else:
-            then(not self.skipped)
-
-    def _decide(self, applied: bool, callbacks: list[Then], guarded: bool = False) -> None:
-        """Record the verdict on a step, and call the functions that wait for it."""
-        self.skipped = not applied
-        for then in callbacks:
-            then(applied)
-        if guarded and self.guard is not None:
-            self.guard.left_out()
-
-    def _where_nonfinite(self) -> str:
-        """The names of parameters whose gradients are not finite, as the end of a message. Waits for the device."""
-        modules = [uncompiled(self.gradient_sync.unwrap(model)) for model in self.window.models]
-        named = (pair for module in modules for pair in module.named_parameters())
-        names = gradients.where_nonfinite(named, self.gradient_sync.local)
-        return f"; first in: {', '.join(names[:5])}" if names else ""
-
-    def _fail(self) -> None:
-        raise FloatingPointError(
-            f"a gradient is not finite (on_nonfinite='raise'){self._where_nonfinite()}; the parameters are those from before this step. "
-            "Lower the learning rate, set gradient_clip_val, look at the batch, or continue with on_nonfinite='skip'"
-        )

@@ -8,7 +8,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from engine.step.gradient_state import GradientState
-from engine.step.optimizer_step import Guard, Stepper
+from engine.step.optimizer_step import Stepper
+from engine.step.verdicts import Guard
 from engine.step.window import Window
 
 
@@ -88,7 +89,8 @@ class PreparedOptimizer(Optimizer):
             state.used = True  # LBFGS calls the closure, and so zero_grad, several times in one step
             return value
 
-        self._stepper.skipped = False
+        if self._stepper.verdicts is not None:
+            self._stepper.verdicts.skipped = False
         return self.optimizer.step(evaluate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

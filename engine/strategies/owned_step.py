@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from engine.step.early_gradients import EarlyGradients
 from engine.step.gradient_sync import GradientSync
-from engine.step.optimizer_step import Guard, Stepper, Then
+from engine.step.optimizer_step import Stepper
 from engine.step.scaler import Scaler
+from engine.step.verdicts import Guard, Then
 from engine.step.window import Window
 
 
@@ -73,6 +74,7 @@ class OwnedStepper(Stepper):
     def __init__(self, window: Window, strategy: OwnsStep, scaler: Scaler | None, on_nonfinite: str | None) -> None:
         super().__init__(window, strategy, scaler, on_nonfinite)
         self.strategy = strategy
+        self.verdicts = self.new_verdicts()
 
     @cached_property
     def early(self) -> OwnedGradients:
@@ -96,9 +98,11 @@ class OwnedStepper(Stepper):
         then: Then | None = None,
     ) -> None:
         """Clip, check and apply the gradients by the strategy's own step; see :meth:`Stepper.step`."""
+        verdicts = self.verdicts
+        assert verdicts is not None
         self.call_before()
         divisor = self.window.weights.close(self.window.state_of(optimizers[0]))
         self.norm, applied = self.strategy.step(optimizers, divisor, max_norm, max_value, self.on_nonfinite is not None)
         if not applied and self.on_nonfinite == "raise" and self.scaler is None:
-            self._fail()
-        self._decide(applied, [] if then is None else [then])
+            verdicts.fail()
+        verdicts.decide(applied, [] if then is None else [then])
