@@ -30,7 +30,7 @@ from engine.distributed.join import join_here, own_environment
 from engine.distributed.rank_work import F, Trigger, before_others, only, part
 from engine.engine_snapshot import EngineCheckpoints, EngineSnapshot
 from engine.metrics.recorder import Recorder
-from engine.prepared import Prepared
+from engine.prepared import Prepared, raw
 from engine.step import gradients, missing_loss
 from engine.step.autocast_forward import AutocastForward
 from engine.step.gradients import Loss
@@ -39,7 +39,7 @@ from engine.step.passes import Passes
 from engine.step.precision import Precision
 from engine.step.verdicts import Then
 from engine.step.window import Window
-from engine.step.wrappers import PreparedOptimizer, PreparedScheduler, raw
+from engine.step.wrappers import PreparedOptimizer, PreparedScheduler
 from engine.strategies.base import Strategy, check_groups
 from engine.strategies.foreign_wrappers import check_plain
 from engine.transforms import batch_norm
@@ -227,11 +227,15 @@ class Engine:
 
     def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Wrap an optimizer, so that it steps at the end of each accumulation window, with exact gradients."""
+        self.add_optimizer(optimizer)
+        return PreparedOptimizer(optimizer, self._stepper, self.window)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Take an optimizer without wrapping it, for loops that step with :meth:`step` only."""
         if not parameters_of([optimizer]):
             raise ValueError(f"{type(optimizer).__name__} has no parameters: give it model.parameters()")
         self.strategy.repoint(optimizer)
         self._stepper.add(optimizer)
-        return PreparedOptimizer(optimizer, self._stepper, self.window)
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Wrap a scheduler, so that it steps only when the optimizer has stepped."""

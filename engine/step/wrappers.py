@@ -137,8 +137,3 @@ class PreparedScheduler:
 
 def _itself(wrapped: Any) -> Any:
     return wrapped
-
-
-def raw(optimizer: Any) -> Any:
-    """The user's optimizer: the one inside a prepared optimizer, or ``optimizer`` itself."""
-    return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
