@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.step import accumulation
 from engine.step.wrappers import PreparedOptimizer
 
 
@@ -15,7 +16,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
             super().zero_grad(set_to_none)
             return
         state = self._window.state_of(self.optimizer)
-        if not self._window.is_open(state):
+        if not accumulation.is_open(self._window, state):
             self.optimizer.zero_grad(set_to_none)
             state.cleared()
 
