@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,16 @@ from engine.distributed.join import join_here, own_environment
 from engine.distributed.rank_work import F, Trigger, before_others, only, part
 from engine.engine_snapshot import EngineCheckpoints, EngineSnapshot
 from engine.metrics.recorder import Recorder
-from engine.prepared import Prepared
-from engine.step import gradients
+from engine.prepared import Prepared, raw
+from engine.step import accumulation, gradients, missing_loss
+from engine.step.autocast_forward import AutocastForward
 from engine.step.gradients import Loss
-from engine.step.optimizer_step import Optimizers, Then
+from engine.step.optimizer_step import Optimizers
+from engine.step.passes import Passes
 from engine.step.precision import Precision
+from engine.step.verdicts import Then
 from engine.step.window import Window
-from engine.step.wrappers import AutocastForward, PreparedOptimizer, PreparedScheduler, raw
+from engine.step.wrappers import PreparedOptimizer, PreparedScheduler
 from engine.strategies.base import Strategy, check_groups
 from engine.strategies.foreign_wrappers import check_plain
 from engine.transforms import batch_norm
@@ -128,7 +132,6 @@ class Engine:
         self.scaler = self.strategy.scaler()
         self._stepper = self.strategy.stepper(self.scaler, on_nonfinite)
         self._stepped: tuple[list[Any], list[Any]] = [], []  # the latest step's optimizers: arguments, unwrapped
-        self._passes = self.strategy.passes(self.scaler)
         data_seed = collectives.gather_json(self.group, torch.initial_seed() if seed is None else seed)[0]
         self.precision.check(self.group.device)
         self.prepared = Prepared(self.strategy, self._stepper, data_seed, models)
@@ -224,11 +227,15 @@ class Engine:
 
     def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Wrap an optimizer, so that it steps at the end of each accumulation window, with exact gradients."""
+        self.add_optimizer(optimizer)
+        return PreparedOptimizer(optimizer, self._stepper, self.window)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Take an optimizer without wrapping it, for loops that step with :meth:`step` only."""
         if not parameters_of([optimizer]):
             raise ValueError(f"{type(optimizer).__name__} has no parameters: give it model.parameters()")
         self.strategy.repoint(optimizer)
         self._stepper.add(optimizer)
-        return PreparedOptimizer(optimizer, self._stepper, self.window)
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Wrap a scheduler, so that it steps only when the optimizer has stepped."""
@@ -311,15 +318,12 @@ class Engine:
         try:
             yield
         finally:
-            self.window.exit(models)
+            accumulation.leave(self.window, models)
 
     def enter_window(self, models: Sequence[nn.Module] = ()) -> None:
         """Begin a micro-batch of ``models`` as :meth:`accumulate` does, but without a block that ends it; for loops that always accumulate."""
-        position, reach = self.window.position, self.window.weights.reach
-        position.enter()
-        if reach is not None and position.share.last:
-            reach.enter_last()
-        self.strategy.sync(models or self.models, position.share.last)
+        accumulation.enter(self.window)
+        self.strategy.sync(models or self.models, self.window.position.share.last)
 
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Inside the block, backward passes do not reduce gradients over the ranks."""
@@ -343,7 +347,7 @@ class Engine:
         """
         position, weights = self.window.position, self.window.weights
         if position.held and not position.accumulating:
-            self.window.release()
+            accumulation.release(self.window)
         root, divisor = weights.weigh(loss, self.loss_group.world_size, self.scaler is not None)
         if divisor == 1.0 and self.scaler is None:
             root.backward(**kwargs)
@@ -352,6 +356,11 @@ class Engine:
             root.backward(seed if self.scaler is None else self.scaler.seed(seed), **kwargs)
         if weights.watched is not None:
             weights.attribute()
+
+    @cached_property
+    def _passes(self) -> Passes:
+        """Gives backward passes that other code runs the window's weights; created when first used, because few trainings have such passes."""
+        return self.strategy.passes(self.scaler)
 
     def backward_by(self, loss: Tensor | Loss, function: Callable[[Tensor], Any]) -> Tensor:
         """Run :meth:`backward` with your own backward pass.
@@ -377,13 +386,13 @@ class Engine:
         """Call this instead of :meth:`backward` for a micro-batch without a loss. On one process its samples do not count; on several ranks they
         count with a zero gradient."""
         self._batch_norms.refuse_none()
-        self.window.weights.drop(self.loss_group.world_size, self.scaler is not None)
+        missing_loss.drop(self.window, self.loss_group.world_size, self.scaler is not None)
         if self.group.world_size > 1:
             self.strategy.backward_nothing(self.models, self.sync_gradients)
 
     def window_has_loss(self) -> bool:
         """Whether any rank had a loss in the window that ends here. Only a rank without one (``window.weights.fed`` is false) needs to ask."""
-        return self._stepper.fed()
+        return missing_loss.makes_step(self.window, self.loss_group)
 
     def discard_window(self) -> None:
         """End the accumulation window without a step: discard its gradients and its losses' weights. For loops that stop inside a window, on all
@@ -399,7 +408,7 @@ class Engine:
         ``optimizer``: one or a list; ``None``: all.
         """
         optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        self._stepper.prepare(self._stepper.optimizers if optimizer is None else [raw(o) for o in optimizers])
+        self._stepper.early.prepare(self._stepper.optimizers if optimizer is None else [raw(o) for o in optimizers])
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
@@ -409,7 +418,9 @@ class Engine:
         Return the norm before clipping, shape ``()``; ``None`` inside a window, and under DeepSpeed, which clips in its step.
         """
         return (
-            self._stepper.clip_norm(gradients.listed(parameters), max_norm, norm_type) if self.sync_gradients else None
+            self._stepper.early.clip_norm(gradients.listed(parameters), max_norm, norm_type)
+            if self.sync_gradients
+            else None
         )
 
     def grad_norms(self, model: nn.Module, norm_type: float = 2.0, *, optimizer: Any = None) -> dict[str, Tensor]:
@@ -418,12 +429,14 @@ class Engine:
         ``optimizer``: only the parameters of this one. ``{}`` inside a window. All ranks call this together.
         """
         optimizers = [] if optimizer is None else [raw(optimizer)]
-        return self._stepper.named_norms(self.unwrap_model(model), norm_type, optimizers) if self.sync_gradients else {}
+        if not self.sync_gradients:
+            return {}
+        return self._stepper.early.named_norms(self.unwrap_model(model), norm_type, optimizers)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each gradient element to [-clip_value, clip_value]."""
         if self.sync_gradients:
-            self._stepper.clip_values(gradients.listed(parameters), clip_value)
+            self._stepper.early.clip_values(gradients.listed(parameters), clip_value)
 
     def finish_gradients(
         self,

@@ -29,7 +29,7 @@ from engine.checkpoint.writer import CheckpointWriter, SaveRequest
 from engine.distributed.collectives import all_or_none
 from engine.prepared import Prepared
 from engine.step.optimizers import counters
-from engine.step.precision import Scaler
+from engine.step.scaler import Scaler
 from engine.utils.log import logger
 from engine.utils.seed import capture, restore
 

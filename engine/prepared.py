@@ -13,7 +13,7 @@ from engine.data.loader import PreparedLoader
 from engine.distributed.group import Group
 from engine.step.optimizer_step import Stepper
 from engine.step.window import Window
-from engine.step.wrappers import PreparedScheduler
+from engine.step.wrappers import PreparedOptimizer, PreparedScheduler
 from engine.strategies.base import Strategy
 from engine.utils.parameters import uncompiled
 
@@ -89,3 +89,8 @@ class Prepared:
         self.models.clear()
         self.schedulers.clear()
         self.loaders.clear()
+
+
+def raw(optimizer: Any) -> Any:
+    """The user's optimizer: the one inside a prepared optimizer, or ``optimizer`` itself."""
+    return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer

@@ -42,7 +42,7 @@ class ClosureOptimizer(PreparedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=set_to_none)
-        self._stepper.forget([self.optimizer])
+        self._window.state_of(self.optimizer).cleared()
 
 
 class SummedBackward:
@@ -293,7 +293,7 @@ class ClosureOptimization(AutomaticOptimization):
                 hook(run, run.module, optimizer.optimizer)
             if self.zeroes_first:
                 run.module.optimizer_zero_grad(run.epoch, index, optimizer.optimizer)
-                optimizer._stepper.forget([optimizer.optimizer])
+                run.engine.window.state_of(optimizer.optimizer).cleared()
             else:
                 optimizer.zero_grad()
         if self.zeroes_first:

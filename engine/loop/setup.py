@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch.optim import Optimizer
+
 from engine.callback import Callback, with_callbacks_of_module
 from engine.config import combinations
 from engine.config.resolve import Resolved
@@ -25,7 +27,6 @@ from engine.loop.steps import AutomaticOptimization, ManualOptimization, Pipelin
 from engine.metrics.torchmetrics_values import connect_metrics
 from engine.module import TrainModule, overrides
 from engine.step.optimizers import configured, needs_closure
-from engine.step.wrappers import PreparedOptimizer
 from engine.utils.extensions import refuse_uncalled
 from engine.utils.log import StartLog, warn_once
 from engine.utils.overrides import overridden_methods
@@ -218,7 +219,8 @@ def set_up_optimizers(run: Run) -> None:
     raw_optimizers, schedules = configured(configuration)
     if overridden:
         check_parameters(module, raw_optimizers)
-    prepared = [engine.prepare_optimizer(o) for o in raw_optimizers]
+    for optimizer in raw_optimizers:
+        engine.add_optimizer(optimizer)
     if module.automatic_optimization:
         engine.window.join()
     for schedule in schedules:
@@ -226,11 +228,11 @@ def set_up_optimizers(run: Run) -> None:
             schedule.step = module.lr_scheduler_step
         elif module.automatic_optimization:
             schedule.check()
-    run.optimization = choose_optimization(run, prepared)
+    run.optimization = choose_optimization(run, raw_optimizers)
     run.optimizer_set.fill(run.optimization.optimizers, schedules, module.automatic_optimization)
 
 
-def choose_optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimization:
+def choose_optimization(run: Run, optimizers: list[Optimizer]) -> Optimization:
     """Choose how micro-batches and accumulation windows are processed, by the module, its optimizers and the strategy.
 
     Raises:
@@ -245,15 +247,15 @@ def choose_optimization(run: Run, prepared: list[PreparedOptimizer]) -> Optimiza
                     run,
                     f"{type(module).__name__}.{name} is not called with automatic_optimization=False: call it in training_step",
                 )
-        return ManualOptimization(run, prepared)
+        return ManualOptimization(run, [engine.prepare_optimizer(o) for o in optimizers])
     if engine.strategy.fused:
         _refuse_step_methods(run, methods)
-    if methods.intersection(STEP_METHODS) or any(needs_closure(optimizer.optimizer) for optimizer in prepared):
-        check_closures(run, [optimizer.optimizer for optimizer in prepared])
-        return ClosureOptimization(run, prepared)
-    # The loop steps with Engine.step, which takes torch's own optimizers; only modules that step by themselves need the prepared ones.
+    if methods.intersection(STEP_METHODS) or any(map(needs_closure, optimizers)):
+        check_closures(run, optimizers)
+        return ClosureOptimization(run, [engine.prepare_optimizer(o) for o in optimizers])
+    # The loop steps with Engine.step, which takes torch's own optimizers; only modules that step by themselves need prepared ones.
     kind = PipelinedOptimization if engine.strategy.pipelined else AutomaticOptimization
-    return kind(run, [optimizer.optimizer for optimizer in prepared])
+    return kind(run, optimizers)
 
 
 def _refuse_step_methods(run: Run, overridden: frozenset[str]) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from engine.utils import accelerator
-from engine.utils.log import warn_once
 from engine.utils.parameters import parameters_of
 from engine.utils.torch_private import multiply, register_dataclass
 from engine.utils.tree import full_tensor
@@ -153,17 +152,6 @@ def where_nonfinite(
         for name, p in named_parameters
         if p.grad is not None and not bool(local(gradients([p]))[0].isfinite().all())
     ]
-
-
-def zero_with_graph(parameters: Iterable[Tensor]) -> Tensor:
-    """A zero that depends on each of these parameters, so that its backward pass takes part in the other ranks' gradient reduction."""
-    warn_once(
-        "training_step returned None with several ranks: the micro-batch counts with a zero gradient. "
-        "To leave samples out exactly, return Loss(sum, count) with the remaining count."
-    )
-    total = sum((p.flatten()[0] * 0.0).real for p in parameters)
-    assert isinstance(total, Tensor)
-    return total
 
 
 def check_held(before: Mapping[str, Tensor], now: Mapping[str, Tensor], optimizers: Iterable[Optimizer]) -> None:

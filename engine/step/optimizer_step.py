@@ -1,47 +1,32 @@
-"""The optimizer step: finish the gradients in as few passes as possible, check that they are finite, apply them."""
+"""The optimizer step: finish the gradients in as few passes as possible, and apply them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from engine.step import gradients
-from engine.step.gradient_state import SCALAR, GradientState
+from engine.step.early_gradients import EarlyGradients
 from engine.step.gradient_sync import GradientSync
-from engine.step.precision import Scaler
+from engine.step.scaler import Scaler
+from engine.step.verdicts import Guard, Then, Verdicts
 from engine.step.window import Window
-from engine.utils import accelerator, torch_private
-from engine.utils.parameters import parameters_of, uncompiled
+from engine.utils import accelerator
+from engine.utils.parameters import parameters_of
 
 Optimizers = Sequence[Any]
 """Optimizers, prepared or not."""
-Then = Callable[[bool], None]
-"""A function that is called with whether a step was applied, once known: in a run :meth:`engine.loop.optimization.Optimization.applied`."""
-
-
-class Guard(Protocol):
-    """Decides on the device whether a step is left out, as :class:`callbacks.SpikeGuard` does."""
-
-    def check(self, norm: Tensor) -> Tensor:
-        """Return 1.0 to leave this step out, 0.0 to apply it; computed on the device, the same on all ranks. Shape ``()``, fp32.
-
-        ``norm``: the global norm of the step's gradients before clipping, shape ``()``.
-        """
-
-    def left_out(self) -> None:
-        """Called after a step was left out because of :meth:`check`, once that is known, on all ranks at the same step."""
 
 
 class Stepper:
     """Steps optimizers whose gradients one :class:`Window` accumulates.
 
-    A step is skipped when a gradient is not finite: always under fp16's scaler, otherwise if ``on_nonfinite`` says so. On the CPU the
-    verdict is known at once. On a device, with optimizers that skip by themselves (fused ones), the host does not wait for the verdict:
-    it is read at the next step, after that step's kernels are queued, or by :meth:`await_verdicts`.
+    Every step is applied, unless fp16's scaler, ``on_nonfinite`` or a guard is there to decide about it (:class:`Verdicts`).
 
     A strategy that owns the step (``Strategy.stepper``) has :class:`engine.strategies.owned_step.OwnedStepper` in its place.
     """
@@ -54,20 +39,29 @@ class Stepper:
         """Every optimizer of this engine."""
         self.norm: Tensor | None = None
         """The global norm of the latest step's gradients before clipping; ``None`` when it was not needed. Shape ``()``."""
-        self.skipped = False
-        """Whether the latest step with a known verdict was skipped."""
         self.before_next: list[Callable[[], None]] = []
         """Functions to call once, before the next step, such as ``CheckpointWriter.hold``."""
-        self.guard: Guard | None = None
-        """An additional judge of each step; see :meth:`guard_by`."""
-        self._alone = gradient_sync.group.world_size == 1
-        self._pending: list[tuple[Tensor, Any, list[Then]]] = []
-        """Steps without a verdict yet: flags in host memory, the event after which they can be read, and functions to call then."""
+        self.verdicts = None if scaler is None and on_nonfinite is None else self.new_verdicts()
+        """Decides which steps are applied; ``None``: all of them are."""
+
+    def new_verdicts(self) -> Verdicts:
+        """Create the object that decides which steps are applied."""
+        return Verdicts(self.window, self.gradient_sync, self.scaler, self.on_nonfinite, self.optimizers)
 
     @property
     def pending(self) -> int:
         """The number of steps whose verdict is not known yet."""
-        return len(self._pending)
+        return 0 if self.verdicts is None else len(self.verdicts.pending)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the latest step with a known verdict was skipped."""
+        return self.verdicts is not None and self.verdicts.skipped
+
+    @cached_property
+    def early(self) -> EarlyGradients:
+        """Finishes gradients ahead of their step; created when first used, because most trainings do not do that."""
+        return EarlyGradients(self.window, self.gradient_sync, self.scaler, self.optimizers)
 
     def add(self, optimizer: Optimizer) -> None:
         """Add an optimizer, unless it was added before."""
@@ -75,22 +69,23 @@ class Stepper:
             self.optimizers.append(optimizer)
             self.window.add(optimizer)
             # Asks the device now, because doing so in the first step would wait for it.
-            _skips_itself(optimizer)
+            accelerator.skips_steps(optimizer)
 
     def guard_by(self, guard: Guard | None) -> None:
-        """Let ``guard`` decide about each :meth:`step` from now on. A step with non-finite gradients is still the matter of the scaler or
-        ``on_nonfinite``, if one is set, and does not count as left out by the guard.
+        """Let ``guard`` decide about each :meth:`step` from now on; see :meth:`Verdicts.guard_by`.
 
         Raises:
             ValueError: the strategy owns the step, or there is another guard already.
         """
-        if guard is not None and self.guard is not None and guard is not self.guard:
-            raise ValueError(f"{type(self.guard).__name__} decides already whether steps are applied: give one guard")
-        self.guard = guard
+        if self.verdicts is None and guard is not None:
+            self.verdicts = self.new_verdicts()
+        if self.verdicts is not None:
+            self.verdicts.guard_by(guard)
 
     def leave(self) -> None:
         """Release all optimizers."""
-        self.guard = None
+        if self.verdicts is not None:
+            self.verdicts.guard = None
         self.optimizers.clear()
         self.window.leave()
 
@@ -100,68 +95,6 @@ class Stepper:
             raise RuntimeError(
                 "optimizer.step(closure) under precision='16-mixed': gradients cannot be unscaled inside the closure; use bf16-mixed"
             )
-
-    def prepare(self, optimizers: Sequence[Optimizer]) -> None:
-        """Unscale and divide the gradients of ``optimizers`` now, so that they can be read; the step does not do it again."""
-        for optimizer in optimizers:
-            state = self.window.state_of(optimizer)
-            if id(optimizer) in state.ready:
-                continue
-            divisor = self._divisor(state)
-            flag: Tensor | None = None
-            if self.scaler is not None or divisor is not None:
-                state.altered = True
-                grads = gradients.gradients(parameters_of([optimizer]))
-                parts = self.gradient_sync.local(grads)
-                if self.scaler is not None:
-                    flag = self.scaler.unscale(optimizer, divisor, None if parts is grads else parts)
-                elif divisor is not None:
-                    gradients.divide(parts, divisor)
-            state.ready[id(optimizer)] = flag
-
-    def readable(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of ``parameters``, divided and unscaled."""
-        ids = {id(p) for p in parameters}
-        self.prepare([o for o in self.optimizers if any(id(p) in ids for p in parameters_of([o]))])
-        return gradients.gradients(parameters)
-
-    def named_norms(self, model: nn.Module, norm_type: float, optimizers: Sequence[Any]) -> dict[str, Tensor]:
-        """The norm of each gradient of ``model``, divided and unscaled, by the parameter's name. Shapes ``()``, on the device.
-
-        ``optimizers``: those whose parameters to include; if empty, all parameters are included.
-        """
-        chosen = {id(p) for p in parameters_of(optimizers)}
-        named = {
-            name: p
-            for name, p in model.named_parameters()
-            if p.grad is not None and (not optimizers or id(p) in chosen)
-        }
-        self.readable(list(named.values()))
-        return self.gradient_sync.norms({name: gradients.gradients([p])[0] for name, p in named.items()}, norm_type)
-
-    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-        """Clip the norm of these parameters' gradients. Return the norm before clipping, shape ``()``; ``None`` if it is known at the step only."""
-        grads = self.readable(parameters)
-        return gradients.clip_norm(
-            self.gradient_sync.local(grads), self.gradient_sync.norm(grads, norm_type), max_norm, None
-        )
-
-    def clip_values(self, parameters: Sequence[Tensor], limit: float) -> None:
-        """Clamp each element of the gradients of ``parameters`` to [-limit, limit]."""
-        gradients.clip_values(self.gradient_sync.local(self.readable(parameters)), limit)
-
-    def forget(self, optimizers: Sequence[Optimizer]) -> None:
-        """Record that the gradients of ``optimizers`` were set to zero."""
-        for optimizer in optimizers:
-            self.window.state_of(optimizer).cleared()
-
-    def fed(self) -> bool:
-        """Whether the window that ends now makes a step, because some rank had a loss in it. Only ranks without a loss need to call this."""
-        weights, several = self.window.weights, self.gradient_sync.loss_group.world_size > 1
-        for state in weights.states:
-            self._divisor(state)
-        # Whether another rank had a scalar loss is not known; a micro-batch without one counts with a zero gradient.
-        return weights.fed or (several and any(state.kind == SCALAR for state in weights.states))
 
     def step(
         self,
@@ -179,35 +112,32 @@ class Stepper:
             max_value: clip each element to [-max_value, max_value].
             then: a function to call with whether the step was applied, as soon as that is known.
         """
-        if self._pending:
-            self.await_verdicts()
+        verdicts = self.verdicts
+        if verdicts is not None and verdicts.pending:
+            verdicts.await_pending()
         if self.before_next:
             self.call_before()
         weights = self.window.weights
-        divisor = self._divisor(weights.state) if weights.reach is None else self._divided(optimizers)
-        if (
-            self.scaler is None
-            and max_norm is None
-            and max_value is None
-            and self.on_nonfinite is None
-            and divisor is None
-            and self.guard is None
-        ):
+        divisor = weights.close(weights.state) if weights.reach is None else self.early.divisor_of(optimizers)
+        if verdicts is None and max_norm is None and max_value is None and divisor is None:
             for optimizer in optimizers:
                 optimizer.step()
-            self.skipped = False
             for state in weights.states:
                 state.altered = False
             if then is not None:
                 then(True)
             return
         nonfinite = self._finish(optimizers, divisor, max_norm, max_value)
-        guarded: Tensor | None = None
-        if self.guard is not None:
-            assert self.norm is not None
-            guarded = self.gradient_sync.agree(self.guard.check(self.norm))
-            guarded = guarded if nonfinite is None else guarded * (1.0 - nonfinite)
-        self._apply(optimizers, nonfinite, guarded, then)
+        if verdicts is not None:
+            verdicts.apply(optimizers, self.norm, nonfinite, then)
+            return
+        for optimizer in optimizers:
+            optimizer.step()
+            for name in ("found_inf", "grad_scale"):
+                optimizer.__dict__.pop(name, None)
+            self.window.state_of(optimizer).altered = False
+        if then is not None:
+            then(True)
 
     def finish(
         self,
@@ -217,7 +147,7 @@ class Stepper:
         max_value: float | None = None,
     ) -> None:
         """Divide, clip and check the gradients of ``optimizers`` together, ahead of their steps, which do not repeat it."""
-        nonfinite = self._finish(optimizers, self._divided(optimizers), max_norm, max_value)
+        nonfinite = self._finish(optimizers, self.early.divisor_of(optimizers), max_norm, max_value)
         for optimizer in optimizers:
             state = self.window.state_of(optimizer)
             state.ready[id(optimizer)], state.altered = nonfinite, True
@@ -230,11 +160,25 @@ class Stepper:
         Raises:
             FloatingPointError: a gradient is not finite, because such a step cannot be skipped.
         """
-        nonfinite = self._finish(optimizers, self._divided(optimizers), max_norm, max_value)
+        nonfinite = self._finish(optimizers, self.early.divisor_of(optimizers), max_norm, max_value)
         self.call_before()
-        self.forget(optimizers)
+        for optimizer in optimizers:
+            self.window.state_of(optimizer).cleared()
         if nonfinite is not None and bool(nonfinite):  # waits for the device, as such an optimizer does
-            self._fail()
+            assert self.verdicts is not None
+            self.verdicts.fail()
+
+    def await_verdicts(self) -> None:
+        """Wait for the pending verdicts, and call the functions that wait for them."""
+        if self.verdicts is not None:
+            self.verdicts.await_pending()
+
+    def after(self, then: Then) -> None:
+        """Call ``then`` with the latest step's verdict, now or when it is known."""
+        if self.verdicts is None:
+            then(True)
+        else:
+            self.verdicts.after(then)
 
     def before_step(self, function: Callable[[], None]) -> None:
         """Call ``function`` once, before the next optimizer step; see :meth:`engine.Engine.before_step`."""
@@ -247,24 +191,6 @@ class Stepper:
         for function in functions:
             function()
 
-    def _divisor(self, state: GradientState) -> Tensor | float | None:
-        """The divisor that these gradients still need; usually ``None``, because all weights were known before the backward passes."""
-        if self.window.position.share.repeats and not state.closed:
-            self.gradient_sync.drop_repeated(parameters_of(state.optimizers))
-        if state.count is None and not state.dropped and (self._alone or state.kind == SCALAR):
-            state.closed = True
-            return None
-        return self.window.weights.close(state)
-
-    def _divided(self, optimizers: Sequence[Optimizer]) -> Tensor | float | None:
-        """The divisor of optimizers that may step by themselves. Each has its own, so the gradients of several optimizers are divided here."""
-        divisors = [self._divisor(self.window.state_of(optimizer)) for optimizer in optimizers]
-        if len(divisors) == 1:
-            return divisors[0]
-        if any(divisor is not None for divisor in divisors):
-            self.prepare(optimizers)
-        return None
-
     def _finish(
         self,
         optimizers: Sequence[Optimizer],
@@ -276,13 +202,11 @@ class Stepper:
         nonfinite: Tensor | None = None
         states = [self.window.state_of(optimizer) for optimizer in optimizers]
         if self.scaler is not None or any(id(o) in s.ready for o, s in zip(optimizers, states, strict=True)):
-            self.prepare(optimizers)
-            flags = [flag for o, s in zip(optimizers, states, strict=True) if (flag := s.ready[id(o)]) is not None]
-            nonfinite, divisor = (torch.stack(flags).max() if flags else None), None
+            nonfinite, divisor = self.early.checked(optimizers), None
         grads = gradients.gradients(parameters_of(optimizers))
         parts = self.gradient_sync.local(grads)
         checks = self.on_nonfinite is not None and self.scaler is None and nonfinite is None
-        if max_norm is not None or checks or self.guard is not None:
+        if max_norm is not None or checks or (self.verdicts is not None and self.verdicts.guard is not None):
             norm = self.gradient_sync.norm(grads)
             if max_norm is not None:
                 self.norm, divisor = gradients.clip_norm(parts, norm, max_norm, divisor), None
@@ -304,7 +228,11 @@ class Stepper:
         max_value: float | None,
     ) -> bool:
         """Let a fused optimizer divide inside its kernel instead of in another pass."""
-        if max_value is not None or not isinstance(divisor, Tensor) or not all(_skips_itself(o) for o in optimizers):
+        if (
+            max_value is not None
+            or not isinstance(divisor, Tensor)
+            or not all(accelerator.skips_steps(o) for o in optimizers)
+        ):
             return False
         if any(p.dtype == torch.float64 for p in parameters_of(optimizers)):
             return False  # fused kernels take the factor as fp32
@@ -313,89 +241,3 @@ class Stepper:
             if nonfinite is None:
                 optimizer.found_inf = torch.zeros((), device=divisor.device)  # type: ignore[attr-defined]
         return True
-
-    def _apply(
-        self, optimizers: Sequence[Optimizer], nonfinite: Tensor | None, guarded: Tensor | None, then: Then | None
-    ) -> None:
-        """Step unless ``nonfinite`` or ``guarded`` (the guard leaves the step out) is 1.0."""
-        flag = nonfinite if guarded is None else guarded if nonfinite is None else nonfinite + guarded
-        on_device = flag is not None and accelerator.defers(flag.device) and all(_skips_itself(o) for o in optimizers)
-        skip = flag is not None and not on_device and bool(flag)  # waits for the device if it is there
-        if skip and self.on_nonfinite == "raise" and self.scaler is None and bool(nonfinite):
-            self._fail()
-        for optimizer in optimizers:
-            if on_device:
-                optimizer.found_inf = flag  # type: ignore[attr-defined]
-                if not hasattr(optimizer, "grad_scale"):
-                    optimizer.grad_scale = None  # type: ignore[attr-defined]
-            if not skip:
-                optimizer.step()
-            for name in ("found_inf", "grad_scale"):
-                optimizer.__dict__.pop(name, None)
-            self.window.state_of(optimizer).altered = False
-        if self.scaler is not None:
-            assert nonfinite is not None
-            self.scaler.stepped(optimizers, nonfinite, self.optimizers)
-        callbacks = [] if then is None else [then]
-        if on_device:
-            assert flag is not None
-            flags = flag if guarded is None else torch.stack([flag, guarded])
-            host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
-            event = torch.Event(flags.device)
-            event.record()
-            self._pending.append((host, event, callbacks))
-        else:
-            self._decide(not skip, callbacks, skip and guarded is not None and bool(guarded))
-
-    def await_verdicts(self) -> None:
-        """Wait for the pending verdicts, and call the functions that wait for them."""
-        while self._pending:
-            host, event, callbacks = self._pending.pop(0)
-            event.synchronize()
-            flags = host.reshape(-1).tolist()  # [was the step skipped, with a guard: did the guard skip it]
-            applied, guarded = not flags[0], len(flags) > 1 and bool(flags[1])
-            if not applied and not guarded and self.on_nonfinite == "raise" and self.scaler is None:
-                self._fail()
-            self._decide(applied, callbacks, guarded)
-
-    def after(self, then: Then) -> None:
-        """Call ``then`` with the latest step's verdict, now or when it is known."""
-        if self._pending:
-            self._pending[-1][2].append(then)
-        else:
-            then(not self.skipped)
-
-    def _decide(self, applied: bool, callbacks: list[Then], guarded: bool = False) -> None:
-        """Record the verdict on a step, and call the functions that wait for it."""
-        self.skipped = not applied
-        for then in callbacks:
-            then(applied)
-        if guarded and self.guard is not None:
-            self.guard.left_out()
-
-    def _where_nonfinite(self) -> str:
-        """The names of parameters whose gradients are not finite, as the end of a message. Waits for the device."""
-        modules = [uncompiled(self.gradient_sync.unwrap(model)) for model in self.window.models]
-        named = (pair for module in modules for pair in module.named_parameters())
-        names = gradients.where_nonfinite(named, self.gradient_sync.local)
-        return f"; first in: {', '.join(names[:5])}" if names else ""
-
-    def _fail(self) -> None:
-        raise FloatingPointError(
-            f"a gradient is not finite (on_nonfinite='raise'){self._where_nonfinite()}; the parameters are those from before this step. "
-            "Lower the learning rate, set gradient_clip_val, look at the batch, or continue with on_nonfinite='skip'"
-        )
-
-
-def _skips_itself(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step accepts ``found_inf`` and ``grad_scale`` on the device, as torch's fused optimizers do.
-
-    Other packages' optimizers are trusted. Torch's claim support even where their kernel ignores both, so the device is asked.
-    """
-    if not torch_private.takes_amp_scaling(optimizer):
-        return False
-    torch_base = next((base for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim.")), None)
-    parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
-    if torch_base in (None, Optimizer) or parameter is None or parameter.device.type == "cpu":
-        return True
-    return accelerator.fused_skips(parameter.device, torch_base)

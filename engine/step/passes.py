@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from engine.distributed.group import Group
+from engine.step import accumulation
 from engine.step.gradients import Loss
-from engine.step.precision import Scaler
+from engine.step.scaler import Scaler
 from engine.step.weights import Weights
 from engine.step.window import Window
 from engine.utils import accelerator
@@ -59,5 +60,5 @@ class Passes:
         """The window's weights, ready for a backward pass outside of ``accumulate``, too."""
         position = self._window.position
         if position.held and not position.accumulating:
-            self._window.release()
+            accumulation.release(self._window)
         return self._window.weights

@@ -27,8 +27,6 @@ class Share(NamedTuple):
 
 NOT_FROM_LOADER = Share(size=-1, divisor=1.0, alone=1.0, last=True)
 """The share of a batch that does not come from a prepared loader."""
-_COUNTED = -1.0
-"""``Share.alone`` of the shares that :meth:`Position.enter` makes by counting micro-batches, without a prepared loader."""
 
 
 @lru_cache(maxsize=1024)
@@ -56,7 +54,7 @@ class Position:
         size: micro-batches in a full window.
     """
 
-    __slots__ = ("_entered", "accumulating", "complete", "held", "share", "size")
+    __slots__ = ("accumulating", "complete", "counted", "held", "share", "size")
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
@@ -69,7 +67,8 @@ class Position:
         """Whether the latest ``accumulate`` block left its window open, and no backward pass followed."""
         self.complete = False
         """Whether the latest backward pass was of a window's last micro-batch."""
-        self._entered = 0  # micro-batches of accumulating loops that came without a prepared loader
+        self.counted = 0
+        """Micro-batches of accumulating loops that came without a prepared loader."""
 
     def begin_pass(self, accumulating: bool) -> None:
         """Begin a run's pass over its data, whose micro-batches are not entered one by one."""
@@ -78,20 +77,6 @@ class Position:
     def end_pass(self) -> None:
         """End a run's pass over its data."""
         self.accumulating, self.share = False, NOT_FROM_LOADER
-
-    def enter(self) -> None:
-        """Begin a micro-batch of an accumulating loop; without a prepared loader, every :attr:`size`-th micro-batch ends a window."""
-        if self.share is NOT_FROM_LOADER or self.share.alone == _COUNTED:
-            self._entered += 1
-            self.share = Share(size=1, divisor=float(self.size), alone=_COUNTED, last=self._entered % self.size == 0)
-        self.accumulating, self.complete = True, False
-
-    def exit(self) -> None:
-        """End a micro-batch that :meth:`enter` began."""
-        self.accumulating = False
-        self.held = not self.share.last
-        if self.share.alone == _COUNTED:
-            self.share = NOT_FROM_LOADER
 
     @contextmanager
     def nested(self) -> Iterator[None]:
@@ -104,4 +89,4 @@ class Position:
 
     def discard(self) -> None:
         """End the window without a step: the next micro-batch is the first of a window."""
-        self.held, self._entered = False, 0
+        self.held, self.counted = False, 0

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from engine.step.gradient_state import SCALAR, WEIGHTED, GradientState
 from engine.step.gradient_sync import GradientSync
 from engine.step.gradients import Loss, nonzero, scalar
-from engine.step.loss_agreement import NO_LOSS, SCALAR_LOSS, LossAgreement
+from engine.step.loss_agreement import SCALAR_LOSS, LossAgreement
 from engine.step.position import Position, Share
 from engine.step.reach import Reach, Traces
+from engine.utils.parameters import parameters_of
 from engine.utils.tree import full_tensor
 
 
@@ -73,7 +74,7 @@ class Weights:
         state, position, agreement = self.state, self._position, self.agreement
         share = position.share
         if state.closed:
-            self._open()
+            self.open()
             if state.closed:
                 self._watch(isinstance(loss, Loss))
         position.complete = share.last
@@ -132,30 +133,7 @@ class Weights:
         seed = self._seeds[key] = (numerator / divisor).to(like.device, non_blocking=True)
         return seed
 
-    def drop(self, world_size: int, fp16: bool) -> None:
-        """Record that the current micro-batch has no loss: its samples do not count (one process), or count with a zero gradient (several)."""
-        position, agreement = self._position, self.agreement
-        if self.state.closed:
-            self._open()
-        position.complete = position.share.last
-        if fp16 and not agreement.reference_agreed and agreement.lockstep:
-            agreement.agree_on_reference(NO_LOSS, position.size)
-        if world_size == 1 and position.share.size and position.accumulating:
-            for state in self.states:
-                state.dropped += 1.0 / position.share.divisor
-
-    def follow(self, weighted: bool) -> None:
-        """Record a micro-batch whose loss another rank has (a pipeline's last stage), as that rank's window does. ``weighted``: it is a ``Loss``."""
-        if self.state.closed:
-            self._open()
-        self.fed, self._position.complete = True, self._position.share.last
-        for state in self.states:
-            if weighted:
-                state.add(0.0)
-            else:
-                state.scalars = self.agreement.scalars = True
-
-    def _open(self) -> None:
+    def open(self) -> None:
         """Begin the next window."""
         state, self.fed, self.watched = self.state, False, None
         if self.reach is not None:
@@ -199,9 +177,14 @@ class Weights:
 
     def close(self, state: GradientState) -> Tensor | float | None:
         """Close the window of some gradients. Return the divisor that they still need, or ``None``: the same value until the next backward pass."""
+        sync, agreement, items = self._gradient_sync, self.agreement, state.count
+        if self._position.share.repeats and not state.closed:
+            sync.drop_repeated(parameters_of(state.optimizers))
+        if state.count is None and not state.dropped and (sync.group.world_size == 1 or state.kind == SCALAR):
+            state.closed = True  # all weights were known before the backward passes
+            return None
         if state.closed:
             return state.total
-        sync, agreement, items = self._gradient_sync, self.agreement, state.count
         if sync.group.world_size > 1 and not state.kind:
             agreement.agree_on_kind(state)
         weighted = state.count is not None or (state.kind == WEIGHTED and not state.scalars)

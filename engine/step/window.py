@@ -85,37 +85,6 @@ class Window:
         """Begin a micro-batch with its share of the window."""
         self.position.share = share
 
-    def exit(self, models: Sequence[nn.Module]) -> None:
-        """End an ``accumulate`` block of ``models``; an empty sequence stands for all models."""
-        position, weights = self.position, self.weights
-        position.exit()
-        if weights.reach is None:
-            weights.state.held = position.held
-        else:
-            weights.reach.hold(models, position.held)
-
-    def release(self) -> None:
-        """Begin a backward pass outside of ``accumulate``: the window of each optimizer that it reaches is complete."""
-        self.position.held, reach = False, self.weights.reach
-        if reach is None:
-            self.weights.state.held = False
-        else:
-            reach.released = True
-
-    def is_open(self, state: GradientState) -> bool:
-        """Whether more micro-batches come before the step that uses these gradients."""
-        position = self.position
-        return not position.share.last if position.accumulating else state.held
-
-    def may_clear(self, state: GradientState) -> bool:
-        """Whether the gradients may be cleared without a step: the window is complete, or the loop does not accumulate."""
-        position, reach = self.position, self.weights.reach
-        if not position.accumulating:
-            return not state.held
-        if not position.share.last or not position.complete:
-            return False
-        return reach is None or reach.in_last(state)
-
     def discard(self) -> None:
         """End the window without a step; its gradients are discarded."""
         self.position.discard()

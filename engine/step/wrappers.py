@@ -1,20 +1,17 @@
-"""Wrappers that ``Engine.prepare`` returns: optimizers, schedulers, and models under autocast."""
+"""Wrappers that ``Engine.prepare`` returns: optimizers and schedulers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from engine.step import accumulation
 from engine.step.gradient_state import GradientState
-from engine.step.optimizer_step import Guard, Stepper
-from engine.step.precision import Precision
+from engine.step.optimizer_step import Stepper
+from engine.step.verdicts import Guard
 from engine.step.window import Window
-from engine.utils.torch_private import without_dynamo
-from engine.utils.tree import map_tensors
 
 
 class PreparedOptimizer(Optimizer):
@@ -80,7 +77,7 @@ class PreparedOptimizer(Optimizer):
         """Step once with the window's gradients, or with those that ``closure`` computes, as for LBFGS; return the value of ``closure``."""
         weights = self._window.weights
         state = weights.state if weights.reach is None else weights.reach.state_of(self.optimizer)
-        if self._window.is_open(state):
+        if accumulation.is_open(self._window, state):
             return None
         state.used = True
         if closure is None:
@@ -93,13 +90,14 @@ class PreparedOptimizer(Optimizer):
             state.used = True  # LBFGS calls the closure, and so zero_grad, several times in one step
             return value
 
-        self._stepper.skipped = False
+        if self._stepper.verdicts is not None:
+            self._stepper.verdicts.skipped = False
         return self.optimizer.step(evaluate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         weights = self._window.weights
         state = weights.state if weights.reach is None else weights.reach.state_of(self.optimizer)
-        if state.used or state.ready or self._window.may_clear(state):
+        if state.used or state.ready or accumulation.may_clear(self._window, state):
             self.optimizer.zero_grad(set_to_none=set_to_none)
             state.cleared()
 
@@ -128,7 +126,7 @@ class PreparedScheduler:
         return self._window.state_of(optimizer) if is_prepared else self._window.weights.states[0]  # type: ignore[arg-type]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        if self._window.is_open(self._state()):
+        if accumulation.is_open(self._window, self._state()):
             return
 
         def advance(applied: bool) -> None:
@@ -138,50 +136,5 @@ class PreparedScheduler:
         self._stepper.after(advance)
 
 
-class AutocastForward:
-    """Runs a module's forward pass under autocast; its half-precision outputs become fp32, so that losses on them are computed exactly."""
-
-    def __init__(self, precision: Precision, device: torch.device) -> None:
-        self.precision, self.device = precision, device
-        self._open: list[Any] = []
-
-    def attach(self, module: nn.Module, compiled: bool = False) -> None:
-        """Attach hooks rather than a wrapper: class, parameter names and pickling stay as they are.
-
-        Args:
-            compiled: the whole module will be compiled, with its hooks. ``torch.compile`` loses an autocast context that one hook enters and another
-                leaves, so these are left out of what it compiles.
-        """
-        module.register_forward_pre_hook(self.enter_uncompiled if compiled else self.enter)
-        module.register_forward_hook(self.leave_uncompiled if compiled else self.leave, always_call=True)
-
-    @without_dynamo
-    def enter_uncompiled(self, module: nn.Module, args: Any) -> None:
-        self.enter(module, args)
-
-    @without_dynamo
-    def leave_uncompiled(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.leave(module, args, output)
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        context = self.precision.context(self.device)
-        context.__enter__()
-        self._open.append(context)
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._open:
-            self._open.pop().__exit__(None, None, None)
-        return map_tensors(_to_fp32, output)
-
-
 def _itself(wrapped: Any) -> Any:
     return wrapped
-
-
-def _to_fp32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def raw(optimizer: Any) -> Any:
-    """The user's optimizer: the one inside a prepared optimizer, or ``optimizer`` itself."""
-    return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer

@@ -19,10 +19,11 @@ from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce, maximum_over_ranks
 from engine.distributed.group import Group
 from engine.step.gradient_sync import GradientSync
-from engine.step.gradients import zero_with_graph
+from engine.step.missing_loss import zero_with_graph
 from engine.step.optimizer_step import Stepper
 from engine.step.passes import Passes
-from engine.step.precision import Precision, Scaler
+from engine.step.precision import Precision
+from engine.step.scaler import Scaler
 from engine.step.window import Window
 from engine.strategies import deferred_init
 from engine.strategies.tensor_class_states import flat, unflat

@@ -16,7 +16,7 @@ from engine.checkpoint.reader import Source
 from engine.config.settings import Settings
 from engine.distributed.group import Group
 from engine.step.passes import Passes
-from engine.step.precision import Scaler
+from engine.step.scaler import Scaler
 from engine.strategies import dtensors, tensor_parallel
 from engine.strategies.fsdp import FSDP
 from engine.strategies.mesh import data_group

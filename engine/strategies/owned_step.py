@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from engine.step.early_gradients import EarlyGradients
 from engine.step.gradient_sync import GradientSync
-from engine.step.optimizer_step import Guard, Stepper, Then
-from engine.step.precision import Scaler
+from engine.step.optimizer_step import Stepper
+from engine.step.scaler import Scaler
+from engine.step.verdicts import Guard, Then
 from engine.step.window import Window
 
 
@@ -36,21 +39,14 @@ class OwnsStep(GradientSync):
         raise NotImplementedError
 
 
-class OwnedStepper(Stepper):
-    """The stepper of strategies that divide, clip, check and apply gradients in one call of their own."""
+class OwnedGradients(EarlyGradients):
+    """The gradients of strategies that own the step: what can be done with them ahead of it."""
 
-    def __init__(self, window: Window, strategy: OwnsStep, scaler: Scaler | None, on_nonfinite: str | None) -> None:
-        super().__init__(window, strategy, scaler, on_nonfinite)
+    def __init__(
+        self, window: Window, strategy: OwnsStep, scaler: Scaler | None, optimizers: Sequence[Optimizer]
+    ) -> None:
+        super().__init__(window, strategy, scaler, optimizers)
         self.strategy = strategy
-
-    def check_closure(self) -> None:
-        name = type(self.strategy).__name__
-        raise RuntimeError(f"optimizer.step(closure) under {name}, which steps by itself: omit it")
-
-    def guard_by(self, guard: Guard | None) -> None:
-        raise ValueError(
-            f"{type(self.strategy).__name__} steps by itself: whether a step is applied cannot be decided for it"
-        )
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         """Do nothing: gradients are readable only inside the step."""
@@ -71,6 +67,28 @@ class OwnedStepper(Stepper):
             f"clip_grad_value_ under {type(self.strategy).__name__}, which clips by norm only: use clip_grad_norm_"
         )
 
+
+class OwnedStepper(Stepper):
+    """The stepper of strategies that divide, clip, check and apply gradients in one call of their own."""
+
+    def __init__(self, window: Window, strategy: OwnsStep, scaler: Scaler | None, on_nonfinite: str | None) -> None:
+        super().__init__(window, strategy, scaler, on_nonfinite)
+        self.strategy = strategy
+        self.verdicts = self.new_verdicts()
+
+    @cached_property
+    def early(self) -> OwnedGradients:
+        return OwnedGradients(self.window, self.strategy, self.scaler, self.optimizers)
+
+    def check_closure(self) -> None:
+        name = type(self.strategy).__name__
+        raise RuntimeError(f"optimizer.step(closure) under {name}, which steps by itself: omit it")
+
+    def guard_by(self, guard: Guard | None) -> None:
+        raise ValueError(
+            f"{type(self.strategy).__name__} steps by itself: whether a step is applied cannot be decided for it"
+        )
+
     def step(
         self,
         optimizers: Sequence[Optimizer],
@@ -80,9 +98,11 @@ class OwnedStepper(Stepper):
         then: Then | None = None,
     ) -> None:
         """Clip, check and apply the gradients by the strategy's own step; see :meth:`Stepper.step`."""
+        verdicts = self.verdicts
+        assert verdicts is not None
         self.call_before()
-        divisor = self._divisor(self.window.state_of(optimizers[0]))
+        divisor = self.window.weights.close(self.window.state_of(optimizers[0]))
         self.norm, applied = self.strategy.step(optimizers, divisor, max_norm, max_value, self.on_nonfinite is not None)
         if not applied and self.on_nonfinite == "raise" and self.scaler is None:
-            self._fail()
-        self._decide(applied, [] if then is None else [then])
+            verdicts.fail()
+        verdicts.decide(applied, [] if then is None else [then])

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.distributed.group import Group
 from engine.step.gradients import Loss
 from engine.step.passes import Passes
-from engine.step.precision import Scaler
+from engine.step.scaler import Scaler
 from engine.step.window import Window
 
 
@@ -68,7 +68,19 @@ class PipelinedPasses(Passes):
 
         loss_of_batch = strategy.run_pipeline(step, root, batch, last)
         if not strategy.has_loss:
-            weights.follow(isinstance(loss_of_batch, Loss))
+            self._follow(isinstance(loss_of_batch, Loss))
         if weights.watched is not None:
             weights.attribute()
         return loss_of_batch
+
+    def _follow(self, weighted: bool) -> None:
+        """Record a micro-batch whose loss the pipeline's last stage has, as that rank's window does. ``weighted``: it is a ``Loss``."""
+        position, weights = self._window.position, self._window.weights
+        if weights.state.closed:
+            weights.open()
+        weights.fed, position.complete = True, position.share.last
+        for state in weights.states:
+            if weighted:
+                state.add(0.0)
+            else:
+                state.scalars = weights.agreement.scalars = True

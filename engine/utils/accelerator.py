@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from engine.utils import torch_private
 from engine.utils.device_names import KNOWN, device_hint, hidden_by, is_added
@@ -307,6 +308,20 @@ def scales_losses(device: torch.device) -> bool:
 def defers(device: torch.device) -> bool:
     """Whether the device can copy a number to the host without making the host wait, to be read later."""
     return has_events(device) and pins(device)
+
+
+def skips_steps(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step accepts ``found_inf`` and ``grad_scale`` on the device, as torch's fused optimizers do.
+
+    Other packages' optimizers are trusted. Torch's claim support even where their kernel ignores both, so the device is asked.
+    """
+    if not torch_private.takes_amp_scaling(optimizer):
+        return False
+    torch_base = next((base for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim.")), None)
+    parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
+    if torch_base in (None, Optimizer) or parameter is None or parameter.device.type == "cpu":
+        return True
+    return fused_skips(parameter.device, torch_base)
 
 
 @functools.cache

@@ -130,42 +130,6 @@ def test_a_new_window_begins_with_the_next_backward() -> None:
     assert finish(window) == 2.0
 
 
-def test_micro_batches_without_loss_do_not_count() -> None:
-    window, w = new_window(4), weight()
-    window.position.accumulating = True
-    for j in range(4):
-        window.begin(new_share(1, 4.0, 1.0, last=j == 3))
-        if j == 1:
-            window.weights.drop(1, False)
-        else:
-            backward(window, w * 1.0)
-    assert w.grad is not None
-    assert w.grad.item() == 0.75
-    assert finish(window) == 0.75
-
-
-def test_a_window_of_dropped_micro_batches_is_empty() -> None:
-    window = new_window(2)
-    window.position.accumulating = True
-    for last in (False, True):
-        window.begin(new_share(1, 2.0, 1.0, last))
-        window.weights.drop(1, False)
-    assert not window.weights.fed
-    assert finish(window) is None
-
-
-def test_a_dropped_micro_batch_before_a_weighted_one() -> None:
-    window, w = new_window(2), weight()
-    window.position.accumulating = True
-    window.begin(new_share(1, 2.0, 1.0, last=False))
-    window.weights.drop(1, False)
-    window.begin(new_share(1, 2.0, 1.0, last=True))
-    backward(window, Loss(w * 6.0, 3))
-    total = finish(window)
-    assert w.grad is not None
-    assert w.grad.item() / (1.0 if total is None else float(total)) == 2.0
-
-
 class HasNeighbour(Strategy):
     """The other rank has a count of 5."""
 
@@ -301,13 +265,3 @@ def test_where_nonfinite() -> None:
     model = torch.nn.Linear(1, 1)
     model.weight.grad, model.bias.grad = torch.tensor([[1.0]]), torch.tensor([math.nan])
     assert gradients.where_nonfinite(model.named_parameters()) == ["bias"]
-
-
-def test_joins_reaches_every_trained_parameter() -> None:
-    model = torch.nn.Linear(2, 1)
-    model.bias.requires_grad_(False)
-    with pytest.warns(UserWarning, match="returned None with several ranks"):
-        gradients.zero_with_graph(model.parameters()).backward()
-    assert model.weight.grad is not None
-    assert model.weight.grad.tolist() == [[0.0, 0.0]]
-    assert model.bias.grad is None

@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from engine.step.gradients import Loss
 from engine.step.optimizer_step import Stepper
-from engine.step.precision import Scaler
+from engine.step.scaler import Scaler
 from engine.strategies import Single
 
 INF = float("inf")
@@ -149,7 +149,7 @@ def test_prepared_gradients_are_readable_and_used_once(scaled: bool) -> None:
     bench.micro(2.0, count=1, last=False)
     bench.micro(4.0, count=2, last=True)
     for _ in range(2):
-        bench.stepper.prepare([bench.optimizer])
+        bench.stepper.early.prepare([bench.optimizer])
         assert bench.p.grad is not None
         assert bench.p.grad.item() == pytest.approx(2.0)  # (2 + 4) / 3
     bench.stepper.step([bench.optimizer])

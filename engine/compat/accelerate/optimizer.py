@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.step import accumulation
 from engine.step.wrappers import PreparedOptimizer
 
 
@@ -13,9 +14,11 @@ class AcceleratedOptimizer(PreparedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not self.follows:
             super().zero_grad(set_to_none)
-        elif not self._window.is_open(self._window.state_of(self.optimizer)):
+            return
+        state = self._window.state_of(self.optimizer)
+        if not accumulation.is_open(self._window, state):
             self.optimizer.zero_grad(set_to_none)
-            self._stepper.forget([self.optimizer])
+            state.cleared()
 
     def train(self) -> None:
         if hasattr(self.optimizer, "train"):  # schedule-free optimizers

@@ -299,7 +299,7 @@ def _forget(wrapper: Any, stage: int) -> None:
 
 
 class LossScale:
-    """The fp16 loss scale, which DeepSpeed keeps for each model, with the methods of our :class:`engine.step.precision.Scaler`."""
+    """The fp16 loss scale, which DeepSpeed keeps for each model, with the methods of our :class:`engine.step.scaler.Scaler`."""
 
     def __init__(self, models: Sequence[DrivenModel]) -> None:
         self._models = models

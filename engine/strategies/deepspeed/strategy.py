@@ -18,7 +18,8 @@ from engine.checkpoint.reader import Report, Source, empty_tensor
 from engine.config.settings import Settings
 from engine.distributed.group import Group
 from engine.step.optimizer_step import Stepper
-from engine.step.precision import Precision, Scaler
+from engine.step.precision import Precision
+from engine.step.scaler import Scaler
 from engine.strategies.base import (
     Strategy,
     broadcast_from_rank_0,

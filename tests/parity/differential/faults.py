@@ -60,7 +60,7 @@ FAULTS = {
         seed=6028,
     ),
     "scaler": Fault(
-        "the window's weight is forgotten where the scale is undone", "engine/step/precision.py",
+        "the window's weight is forgotten where the scale is undone", "engine/step/scaler.py",
         "            inverse = inverse / divisor\n", "            pass\n",
         seed=6013,
     ),
