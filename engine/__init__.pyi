@@ -4,8 +4,8 @@ from .callback import Callback as Callback
 from .checkpoint.files import DamagedCheckpoint as DamagedCheckpoint
 from .checkpoint.files import open_file as open_file
 from .checkpoint.resume import Resume as Resume
-from .checkpoint.tensors import TensorFiles as TensorFiles
-from .checkpoint.tensors import serialize_tensors as serialize_tensors
+from .checkpoint.tensor_files import TensorFiles as TensorFiles
+from .checkpoint.tensor_files import serialize_tensors as serialize_tensors
 from .config.duration import Duration as Duration
 from .config.duration import Every as Every
 from .config.settings import Settings as Settings

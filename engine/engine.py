@@ -31,7 +31,7 @@ from engine.distributed.rank_work import F, Trigger, before_others, only, part
 from engine.engine_snapshot import EngineCheckpoints, EngineSnapshot
 from engine.metrics.recorder import Recorder
 from engine.prepared import Prepared, raw
-from engine.step import accumulation, gradients, missing_loss
+from engine.step import gradients, missing_loss, own_loop
 from engine.step.autocast_forward import AutocastForward
 from engine.step.gradients import Loss
 from engine.step.optimizer_step import Optimizers
@@ -318,11 +318,11 @@ class Engine:
         try:
             yield
         finally:
-            accumulation.leave(self.window, models)
+            own_loop.leave(self.window, models)
 
     def enter_window(self, models: Sequence[nn.Module] = ()) -> None:
         """Begin a micro-batch of ``models`` as :meth:`accumulate` does, but without a block that ends it; for loops that always accumulate."""
-        accumulation.enter(self.window)
+        own_loop.enter(self.window)
         self.strategy.sync(models or self.models, self.window.position.share.last)
 
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[None]:
@@ -347,7 +347,7 @@ class Engine:
         """
         position, weights = self.window.position, self.window.weights
         if position.held and not position.accumulating:
-            accumulation.release(self.window)
+            own_loop.release(self.window)
         root, divisor = weights.weigh(loss, self.loss_group.world_size, self.scaler is not None)
         if divisor == 1.0 and self.scaler is None:
             root.backward(**kwargs)

@@ -26,7 +26,7 @@ from engine.checkpoint.one_file import is_one_file
 from engine.checkpoint.runs import FIRST, run_root_of
 from engine.checkpoint.storage import Storage
 from engine.checkpoint.storage_paths import split_path, storage_of
-from engine.checkpoint.tensors import TensorFiles, check_header
+from engine.checkpoint.tensor_files import TensorFiles, check_header
 from engine.config.masked import without_secrets
 
 Entry = dict[str, Any]

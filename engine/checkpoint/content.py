@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from engine.checkpoint.json_tree import pack, same_memory
 from engine.checkpoint.manifest import OTHER_WEIGHTS, RANK, SHARED, WEIGHTS, PackedFacts, packed_facts
 from engine.checkpoint.storage import Packed
-from engine.checkpoint.tensors import is_dtensor, storable
+from engine.checkpoint.tensor_files import is_dtensor, storable
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.utils.parameters import parameters_of

@@ -20,7 +20,7 @@ from engine.checkpoint.manifest import SHARED
 from engine.checkpoint.reader import Source, weights_folder
 from engine.checkpoint.remote_storage import outgoing
 from engine.checkpoint.state_forms import checked_form
-from engine.checkpoint.tensors import Stored, storable, write_tensors
+from engine.checkpoint.tensor_files import Stored, storable, write_tensors
 from engine.config.file_size import size_in_bytes
 from engine.utils.text import terminal_text
 

@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from engine.checkpoint.tensors import known_format
+from engine.checkpoint.tensor_files import known_format
 
 if TYPE_CHECKING:  # manifests are read without torch
     from torch import Tensor

@@ -38,7 +38,7 @@ from engine.checkpoint.manifest import (
     next_serial,
 )
 from engine.checkpoint.storage import Draft, Incomplete, Storage
-from engine.checkpoint.tensors import TensorFiles, read_tensors
+from engine.checkpoint.tensor_files import TensorFiles, read_tensors
 
 _REMAINS = {
     ".partial": "not finished: a run is writing it, or was killed while it did",

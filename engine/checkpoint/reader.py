@@ -19,7 +19,7 @@ from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.manifest import OTHER_WEIGHTS, SCORED_WITH, TRAINED, WEIGHTS
 from engine.checkpoint.state_forms import checked_optimizer
-from engine.checkpoint.tensors import Stored, TensorFiles
+from engine.checkpoint.tensor_files import Stored, TensorFiles
 from engine.config.hyperparameters import HParams
 from engine.config.masked import HIDDEN
 from engine.utils.errors import DoesNotFit, nearest

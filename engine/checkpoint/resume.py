@@ -32,7 +32,7 @@ from engine.checkpoint.state_forms import (
 )
 from engine.checkpoint.storage import Storage
 from engine.checkpoint.storage_paths import split_path
-from engine.checkpoint.tensors import Stored
+from engine.checkpoint.tensor_files import Stored
 from engine.distributed.collectives import all_or_none, gather_json
 from engine.distributed.group import Group
 from engine.utils.garbage import uncollected

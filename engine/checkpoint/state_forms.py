@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.tensors import Stored
+from engine.checkpoint.tensor_files import Stored
 from engine.utils.extensions import advice
 
 COUNT = range(1 << 62)

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.checkpoint.files import Record, write_json
 from engine.checkpoint.manifest import FOLDERS, age_of
-from engine.checkpoint.tensors import write_tensors
+from engine.checkpoint.tensor_files import write_tensors
 
 if TYPE_CHECKING:  # checkpoints are listed without torch
     from torch import Tensor
@@ -157,7 +157,10 @@ class Draft(ABC):
     def write_tensors(
         self, file: str, tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]] | None = None
     ) -> dict[str, Record]:
-        """Write ``tensors`` as one file; several threads may call this at once. ``offsets``: see :func:`engine.checkpoint.tensors.write_tensors`."""
+        """Write ``tensors`` as one file; several threads may call this at once.
+
+        ``offsets``: see :func:`engine.checkpoint.tensor_files.write_tensors`.
+        """
         return {file: write_tensors(self.folder / file, tensors, offsets)}
 
     @abstractmethod

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.tensors import serialize_tensors
+from engine.checkpoint.tensor_files import serialize_tensors
 from engine.cli.terminal import UsageError
 from engine.utils.errors import nearest
 

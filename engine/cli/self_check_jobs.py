@@ -174,7 +174,7 @@ def _with_collectives(kind: str) -> tuple[str, str]:
         backend = "gloo"
     if kind == "cpu" or backend != "gloo":
         return kind, ""
-    return "cpu", f"{kind} has no collectives of its own_tensor, only one rank can train on it; on the CPU: "
+    return "cpu", f"{kind} has no collectives of its own, only one rank can train on it; on the CPU: "
 
 
 def strategy(name: str) -> Callable[[str, Ranks], str]:

@@ -301,19 +301,22 @@ class ScriptRanks:
         thread.start()
 
     def _monitor(self) -> None:
-        """Watch the other ranks until all have ended, or one has failed; a thread's target."""
+        """Wait, as a thread's target, until all other ranks have ended or one has failed.
+
+        While rank 0 needs them, because it starts or trains, a failure ends them and interrupts rank 0; later it is only noted.
+        """
         running = True
         while running:
             self._supervisor.changed.wait()
             self._supervisor.changed.clear()
             running = bool(self._supervisor.running())
-            if self._lost(self._phase.needs_ranks):
+            if self._failed_ranks(self._phase.needs_ranks):
                 self._supervisor.await_other_failures()
                 self._note_failure()
-                if self._failed.is_set():
+                if self._failed.is_set():  # not if rank 0 has finished its training meanwhile
                     break
         if self._failed.is_set() and self._phase.needs_ranks:
-            self._end_all()
+            self._end_ranks_and_interrupt()
 
     def _enter(self, phase: Phase) -> None:
         """Change what rank 0, the calling thread, is doing. Only while it needs the other ranks may their failure interrupt it."""
@@ -323,20 +326,22 @@ class ScriptRanks:
             self._interrupt.forbid()
         self._phase = phase
 
-    def _lost(self, needed: bool) -> list[Rank]:
-        """The ended ranks whose end is a failure, which any end is while the ranks are needed."""
+    def _failed_ranks(self, still_needed: bool) -> list[Rank]:
+        """The ended ranks whose end is a failure; while rank 0 still needs them, any end is one."""
         fine = (0, TERMINATED) if self._preempted else (0,)  # after a SIGTERM all ranks end with this exit code
         return [
             rank
             for rank in self._supervisor.ranks
-            if rank.exit_code is not None and not rank.ended_by_launcher and (needed or rank.exit_code not in fine)
+            if rank.exit_code is not None
+            and not rank.ended_by_launcher
+            and (still_needed or rank.exit_code not in fine)
         ]
 
     def _note_failure(self) -> None:
         """Write the report of the first failure, if a rank has failed and there is no report yet."""
         with self._lock:
             needed = self._phase.needs_ranks
-            if self._failed.is_set() or not (lost := self._lost(needed)):
+            if self._failed.is_set() or not (lost := self._failed_ranks(needed)):
                 return
             failure = first_failure(self._supervisor.ranks if needed else lost, still_needed=needed)
             assert failure is not None
@@ -344,7 +349,7 @@ class ScriptRanks:
             self._report = "\n".join([failure.report, "", *filter(None, (ended, failure.other_failures))]).rstrip()
             self._failed.set()
 
-    def _end_all(self) -> None:
+    def _end_ranks_and_interrupt(self) -> None:
         """End the other ranks after a failure, interrupt rank 0, and end rank 0's process if it does not react."""
         self._run_in_thread(functools.partial(self._supervisor.end, signal.SIGTERM, FAIL_S), "fit-terminate")
         if self._interrupt.forbidden.wait(INTERRUPT_S):

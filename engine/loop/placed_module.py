@@ -112,13 +112,15 @@ class PlacedModule:
 
     def _distribute(self) -> None:
         """Let the strategy wrap the training step, and evaluation steps if their forward pass has collectives."""
-        module, matched = self.module, self._engine.strategy.matched_forward
+        module, forward_has_collectives = self.module, self._engine.strategy.matched_forward
         # A sharded module stays sharded after its run, so a later run must use the same wrapper.
-        step = module.sharded_root[0] if matched and module.sharded_root else TrainingStep(module)
+        step = module.sharded_root[0] if forward_has_collectives and module.sharded_root else TrainingStep(module)
         wrapped = self._engine.prepare_model(step, autocast=False)
-        if matched or type(wrapped) is not TrainingStep:
+        if (
+            forward_has_collectives or type(wrapped) is not TrainingStep
+        ):  # without a wrapper the step is called directly
             self.call = wrapped
-        if matched:
+        if forward_has_collectives:
             module.sharded_root = [wrapped]
             self._wrapper = wrapped
 

@@ -44,7 +44,8 @@ from engine.metrics import media
 from engine.metrics.recorder import Recorder
 from engine.module import TrainModule
 from engine.prepared import raw
-from engine.step.optimizers import OptimizerSet, Schedule
+from engine.step.optimizers import OptimizerSet
+from engine.step.schedules import Schedule
 from engine.utils.errors import nearest
 from engine.utils.extensions import run_attribute, with_advice
 from engine.utils.garbage import Collector

@@ -16,7 +16,7 @@ from engine.distributed.group import Group
 from engine.metrics.log_options import LogArguments, Options, check_metric, no_steps, options_of
 from engine.metrics.reductions import FOLD, Column, Slot, as_floats, combined, reduced, total_of, unzipped
 from engine.metrics.torchmetrics_states import Entry, add, entry
-from engine.metrics.torchmetrics_values import Logged, Offer, Watch, agree, check, exchange, leader, limit
+from engine.metrics.torchmetrics_values import Logged, Offer, Watch, agree, check, gather_states, leader, limit
 from engine.utils.log import warn_once
 from engine.utils.tree import batch_size as samples
 from engine.utils.tree import full_tensor
@@ -83,7 +83,7 @@ class Recorder:
             slot = self._slot(name, arguments, value)
         if type(value) is Tensor and value.shape == ():  # the usual case: called in every step
             # Clone a view, which would keep its whole base alive and change with it, a leaf, which may be a buffer that changes, and a tensor
-            # that was changed in place, since unzipped() takes a version above 0 for a later change.
+            # that was changed in place: a later change in place is noticed by a version above 0, so what is stored must start at 0.
             stays_the_same = value._base is None and value.grad_fn is not None and not value._version
             value = value.detach() if stays_the_same else value.detach().clone()
         elif isinstance(value, Tensor):
@@ -96,13 +96,17 @@ class Recorder:
             value = self._other_value(slot, value)
             if value is None:
                 return
-        if not self.size or slot.silent:
-            if slot.on_step and self.size and slot.window != self.window:
+        if (
+            not self.size or slot.silent
+        ):  # a repeated micro-batch, or a value of rank 0 alone on another rank: not stored
+            if (
+                slot.on_step and self.size and slot.window != self.window
+            ):  # the values of the window before are forgotten all the same
                 slot.window, slot.window_values = self.window, []
             return
         if batch_size is None:
             batch_size = self.size if self.size > 0 else self.samples()
-            if self.parts > 1:
+            if self.parts > 1:  # so many ranks log values of the same samples
                 batch_size /= self.parts
         if slot.on_step:
             if slot.window != self.window:
@@ -405,7 +409,7 @@ class Recorder:
                 slot = self.slots.get(slot_name)
                 if name not in objects and slot is not None and slot.metric is not None:
                     objects[name] = (slot, slot.metric.all())
-        states = exchange(self.loss_group, {name: seen for name, (_, seen) in objects.items()})
+        states = gather_states(self.loss_group, {name: seen for name, (_, seen) in objects.items()})
         values = {}
         for name in offers:
             if name in objects:

@@ -245,7 +245,7 @@ def agree(group: Group, offer: Offer) -> tuple[Offer, dict[str, int]]:
     return all_offers, first_ranks
 
 
-def exchange(group: Group, states: Mapping[str, Seen]) -> dict[str, Seen]:
+def gather_states(group: Group, states: Mapping[str, Seen]) -> dict[str, Seen]:
     """Gather the states of metrics from all ranks: by name, in the order of ranks; ``states``: this rank's. A collective.
 
     States are sent in one tensor per dtype and device, over the backend of their device; a rank without any sends an empty tensor.

@@ -69,7 +69,13 @@ def duration(value: float | None) -> str:
 
 
 def need_rows(need: Mapping[str, Any], memory: Mapping[str, int]) -> list[tuple[str, int]]:
-    """The titles and bytes of the parts that add up to a rank's need: the categories at the peak, rounding, margins."""
+    """Rows (title, bytes) that add up to the memory that one rank needs; empty rows are left out.
+
+    Args:
+        need: the totals, each of which contains the one before it (``tensors``, then ``rounded`` by the allocator, then ``reserved`` in blocks), and
+            the margins.
+        memory: the bytes of tensors at the peak, by category.
+    """
     rows = [(title, memory[key]) for key, title in CATEGORIES.items() if memory.get(key)]
     parts = {"rounding": need["rounded"] - need["tensors"], "unused": need["reserved"] - need["rounded"], **need}
     return rows + [(title, parts[key]) for key, title in MARGINS.items() if parts[key]]

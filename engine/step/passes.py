@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from engine.distributed.group import Group
-from engine.step import accumulation
+from engine.step import own_loop
 from engine.step.gradients import Loss
+from engine.step.loss_weights import LossWeights
 from engine.step.scaler import Scaler
-from engine.step.weights import Weights
 from engine.step.window import Window
 from engine.utils import accelerator
 from engine.utils.tree import batch_size, map_tensors
@@ -56,9 +56,9 @@ class Passes:
         backward(loss)
         return map_tensors(Tensor.detach, loss)
 
-    def _begin(self) -> Weights:
+    def _begin(self) -> LossWeights:
         """The window's weights, ready for a backward pass outside of ``accumulate``, too."""
         position = self._window.position
         if position.held and not position.accumulating:
-            accumulation.release(self._window)
+            own_loop.release(self._window)
         return self._window.weights

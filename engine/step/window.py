@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 
 from engine.step.gradient_state import GradientState
 from engine.step.gradient_sync import GradientSync
+from engine.step.loss_weights import LossWeights
 from engine.step.position import Position, Share
 from engine.step.reach import Reach
-from engine.step.weights import Weights
 
 
 class Window:
@@ -34,7 +34,7 @@ class Window:
         self._gradient_sync, self.models = gradient_sync or GradientSync(), models
         self.position = Position(size)
         """Where the loop is in the window."""
-        self.weights = Weights(self.position, self._gradient_sync, models)
+        self.weights = LossWeights(self.position, self._gradient_sync, models)
         """The weights of the window's losses."""
         self._joined = False
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from engine.step import accumulation
+from engine.step import own_loop
 from engine.step.gradient_state import GradientState
 from engine.step.optimizer_step import Stepper
 from engine.step.verdicts import Guard
@@ -77,7 +77,7 @@ class PreparedOptimizer(Optimizer):
         """Step once with the window's gradients, or with those that ``closure`` computes, as for LBFGS; return the value of ``closure``."""
         weights = self._window.weights
         state = weights.state if weights.reach is None else weights.reach.state_of(self.optimizer)
-        if accumulation.is_open(self._window, state):
+        if own_loop.is_open(self._window, state):
             return None
         state.used = True
         if closure is None:
@@ -97,7 +97,7 @@ class PreparedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         weights = self._window.weights
         state = weights.state if weights.reach is None else weights.reach.state_of(self.optimizer)
-        if state.used or state.ready or accumulation.may_clear(self._window, state):
+        if state.used or state.ready or own_loop.may_clear(self._window, state):
             self.optimizer.zero_grad(set_to_none=set_to_none)
             state.cleared()
 
@@ -126,7 +126,7 @@ class PreparedScheduler:
         return self._window.state_of(optimizer) if is_prepared else self._window.weights.states[0]  # type: ignore[arg-type]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        if accumulation.is_open(self._window, self._state()):
+        if own_loop.is_open(self._window, self._state()):
             return
 
         def advance(applied: bool) -> None:

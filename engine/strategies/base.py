@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.checkpoint.reader import Report, Source, empty_tensor, own_state
-from engine.checkpoint.tensors import Stored
+from engine.checkpoint.tensor_files import Stored
 from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce, maximum_over_ranks
 from engine.distributed.group import Group

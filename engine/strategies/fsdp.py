@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from engine.checkpoint.reader import Source, own_state
-from engine.checkpoint.tensors import Stored
+from engine.checkpoint.tensor_files import Stored
 from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce, gather_json
 from engine.distributed.group import Group
-from engine.strategies import deferred_init, dtensors
+from engine.strategies import deferred_init, dtensors, sharded_norms
 from engine.strategies.base import Strategy, broadcast_from_rank_0, class_name, sum_over_ranks
 from engine.strategies.mesh import degrees, make_mesh
 from engine.strategies.model_structure import ShardedStructure
@@ -338,7 +338,7 @@ class FSDP(Strategy):
         if self.group.world_size == 1 or math.isnan(norm_type):
             return super().norm(grads, norm_type)
         device = torch.device("cpu") if self.cpu_offload else self.group.device
-        return dtensors.norm(self.group, grads, norm_type, self._holders, device)
+        return sharded_norms.norm(self.group, grads, norm_type, self._holders, device)
 
     def norms(self, grads: Mapping[str, Tensor], norm_type: float = 2.0) -> dict[str, Tensor]:
         if self.group.world_size == 1:
@@ -347,7 +347,7 @@ class FSDP(Strategy):
         names = list(dict.fromkeys(itertools.chain.from_iterable(names_by_rank)))
         device = torch.device("cpu") if self.cpu_offload else self.group.device
         groups = [[grads[name]] if name in grads else [] for name in names]
-        totals = dtensors.norms(self.group, groups, norm_type, self._holders, device)
+        totals = sharded_norms.norms(self.group, groups, norm_type, self._holders, device)
         return dict(zip(names, totals.unbind(), strict=True))
 
     def _holders(self, grad: Tensor) -> int:

@@ -332,6 +332,7 @@ def fused_skips(device: torch.device, optimizer: type[torch.optim.Optimizer]) ->
     """
 
     def weights(*steps: tuple[float, float, float | None]) -> list[float]:
+        """Weights of 1 after steps with these gradients, ``found_inf`` and ``grad_scale`` (``None``: neither of the two is set)."""
         weight = torch.ones(2, device=device, requires_grad=True)
         stepper: Any = optimizer([weight], lr=0.5, fused=True)  # type: ignore[call-arg]
         for gradient, found_inf, scale in steps:
@@ -342,12 +343,13 @@ def fused_skips(device: torch.device, optimizer: type[torch.optim.Optimizer]) ->
         stepped: list[float] = weight.tolist()
         return stepped
 
-    def attempt() -> bool:
-        # The scales differ, because Adam's weights do not depend on a constant scale.
+    def obeys_both() -> bool:
+        # With found_inf the weights must not move. Gradients that were multiplied by grad_scale must move them as plain ones do; the scales of
+        # the two steps differ, because Adam's weights do not depend on a constant scale.
         plain, scaled = weights((1.0, 0.0, None), (3.0, 0.0, None)), weights((2.0, 0.0, 2.0), (12.0, 0.0, 4.0))
         return weights((1.0, 1.0, 1.0)) == [1.0, 1.0] and abs(plain[0] - scaled[0]) < 1e-5 and plain != [1.0, 1.0]
 
-    return _returns_true(attempt)
+    return _returns_true(obeys_both)
 
 
 @functools.cache

@@ -97,9 +97,10 @@ def attribute_error(owner: object, name: str, sentence: str) -> AttributeError:
 
 
 def with_advice(cls: type[T]) -> type[T]:
-    """Decorate a public class, so that an annex may add attributes whose error explains why they do not exist, and explain wrong calls.
+    """Decorate a public class, so that errors about attributes and arguments that it lacks say what to use instead.
 
-    Methods that a step calls are not wrapped, and attributes that exist do not get slower.
+    The folder ``engine/compat`` adds that for names that other trainers have; without the folder the class stays as it is. Methods that a step
+    calls are not wrapped, and attributes that exist do not get slower.
     """
     if path := _answers().add_advice:
         resolve_name(path)(cls)

@@ -17,7 +17,7 @@ from torch import nn
 from engine import TrainModule
 from engine.checkpoint.export import export_checkpoint, export_tensors, published
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.tensors import TensorFiles
+from engine.checkpoint.tensor_files import TensorFiles
 
 ROOT = Path(__file__).resolve().parents[2]
 

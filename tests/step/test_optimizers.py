@@ -11,7 +11,8 @@ from support.toys import Weight, fit, ones
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from engine.step.optimizers import Schedule, configured
+from engine.step.optimizers import configured
+from engine.step.schedules import Schedule
 
 ONE = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
 TWO = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)

@@ -30,7 +30,7 @@ from engine.compat.accelerate.utils import dataclasses as settings
 from engine.compat.checked_arguments import checking_arguments
 from engine.distributed.collectives import broadcast_object
 from engine.engine import Engine
-from engine.step import accumulation
+from engine.step import own_loop
 from engine.step.position import Share
 from engine.step.wrappers import PreparedScheduler
 from engine.utils.tree import leaves, map_tensors
@@ -240,7 +240,7 @@ class Accelerator(Engine):
         try:
             yield
         finally:
-            accumulation.leave(self.window, models)
+            own_loop.leave(self.window, models)
 
     @contextlib.contextmanager
     def no_sync(self, *models: nn.Module) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.step import accumulation
+from engine.step import own_loop
 from engine.step.wrappers import PreparedOptimizer
 
 
@@ -16,7 +16,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
             super().zero_grad(set_to_none)
             return
         state = self._window.state_of(self.optimizer)
-        if not accumulation.is_open(self._window, state):
+        if not own_loop.is_open(self._window, state):
             self.optimizer.zero_grad(set_to_none)
             state.cleared()
 

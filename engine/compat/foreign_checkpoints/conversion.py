@@ -18,7 +18,7 @@ from engine.checkpoint.manifest import MANIFEST, OTHER_WEIGHTS, SCORED_WITH, SHA
 from engine.checkpoint.remote_storage import local_copy, without_query
 from engine.checkpoint.storage import Draft
 from engine.checkpoint.storage_paths import split_path
-from engine.checkpoint.tensors import TensorFiles, storable
+from engine.checkpoint.tensor_files import TensorFiles, storable
 from engine.compat.foreign_checkpoints.foreign_content import (
     MODEL_KEYS,
     ForeignContent,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.json_tree import pack, same_memory
-from engine.checkpoint.tensors import Stored, storable
+from engine.checkpoint.tensor_files import Stored, storable
 from engine.compat.foreign_checkpoints.optimizer_names import with_parameter_names
 from engine.compat.foreign_checkpoints.untrusted_files import InMemory, Tensors
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.checkpoint.tensors import Stored
+from engine.checkpoint.tensor_files import Stored
 
 _LIKE_THE_PARAMETER = ("exp_avg", "momentum_buffer", "square_avg", "exp_avg_sq", "sum", "ax", "acc_delta", "prev")
 """Entries of torch's optimizer states that have the shape of their parameter."""

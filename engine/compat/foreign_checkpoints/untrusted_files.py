@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.files import DamagedCheckpoint, inside, open_file
-from engine.checkpoint.tensors import Stored
+from engine.checkpoint.tensor_files import Stored
 from engine.utils.text import terminal_text
 
 PICKLE = (

@@ -29,7 +29,7 @@ from engine.data.combined import CombinedLoader as CombinedLoader
 from engine.data.datamodule import DataModule
 from engine.distributed.rank_work import rank_zero_only as rank_zero_only
 from engine.module import TrainModule
-from engine.step.optimizers import Schedule as LRSchedulerConfig  # noqa: F401
+from engine.step.schedules import Schedule as LRSchedulerConfig  # noqa: F401
 from engine.utils import accelerator, seed
 from engine.utils.overrides import overridden
 from engine.utils.seed import isolated as isolate_rng  # noqa: F401

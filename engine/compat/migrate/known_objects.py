@@ -116,7 +116,11 @@ def kind_of(cls: ClassInfo) -> str:
 
 
 def object_of_user_class(cls: ClassInfo) -> KnownObject | None:
-    """An instance of the user's class as a known object; ``None`` if the class has no base of the libraries."""
+    """Facts about instances of the user's class: which class here replaces its library base, and which attributes it has.
+
+    A class that extends a module, a data module or a callback directly has the facts of that kind, another class those of its library base.
+    ``None``: it has no base of the libraries.
+    """
     kind = kind_of(cls)
     if not kind:
         return None
@@ -124,6 +128,7 @@ def object_of_user_class(cls: ClassInfo) -> KnownObject | None:
     if KINDS.get(base.name) == kind:
         return known_objects()[kind]
     known_object = object_of_library(base, all_names_known=False)
+    # A library's callback without a counterpart here is treated as a plain callback.
     if kind == "callback" and known_object.engine_class is None and known_object.interop_class is None:
         return known_objects()[kind]
     # The other uses of a class from Fabric count as Lightning's, too.

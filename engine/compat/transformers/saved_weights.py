@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from engine.checkpoint.files import DamagedCheckpoint, is_entry, read_json
-from engine.checkpoint.tensors import Stored, TensorFiles
+from engine.checkpoint.tensor_files import Stored, TensorFiles
 from engine.strategies.base import Strategy
 
 

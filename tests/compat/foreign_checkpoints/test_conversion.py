@@ -24,7 +24,7 @@ from engine import Fit, Resume, TrainModule
 from engine.checkpoint.catalog import facts, problems
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.manifest import SHARED
-from engine.checkpoint.tensors import Stored
+from engine.checkpoint.tensor_files import Stored
 from engine.compat.foreign_checkpoints import conversion as converting
 from engine.compat.foreign_checkpoints.conversion import convert
 from engine.compat.foreign_checkpoints.optimizer_names import nested, with_parameter_names

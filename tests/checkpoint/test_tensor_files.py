@@ -17,7 +17,7 @@ from support.ranks import run_script
 from torch import nn
 
 from engine.checkpoint.files import BLOCK, DamagedCheckpoint, blocks, fill
-from engine.checkpoint.tensors import FORMATS, TensorFiles, _coverage_error, write_tensors
+from engine.checkpoint.tensor_files import FORMATS, TensorFiles, _coverage_error, write_tensors
 
 
 def every_format() -> dict[str, torch.Tensor]:
@@ -185,7 +185,7 @@ import os, sys
 from pathlib import Path
 import torch
 from engine.checkpoint.files import DamagedCheckpoint
-from engine.checkpoint.tensors import TensorFiles, write_tensors
+from engine.checkpoint.tensor_files import TensorFiles, write_tensors
 
 path, how = Path(sys.argv[1], "a.safetensors"), sys.argv[2]
 write_tensors(path, {"w": torch.ones(1 << 20)})
@@ -291,7 +291,7 @@ def test_boxes_of_shards(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 100])
 def test_rows_are_converted_a_few_at_a_time(tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.checkpoint.tensors.CHUNK", rows * 12)
+    monkeypatch.setattr("engine.checkpoint.tensor_files.CHUNK", rows * 12)
     whole = torch.arange(21.0).reshape(7, 3)
     write_tensors(tmp_path / "a.safetensors", {"a": whole})
     target = torch.zeros(7, 3, dtype=torch.int64)

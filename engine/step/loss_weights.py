@@ -18,7 +18,7 @@ from engine.utils.parameters import parameters_of
 from engine.utils.tree import full_tensor
 
 
-class Weights:
+class LossWeights:
     """The weights of a window's losses.
 
     A scalar loss is a mean over its micro-batch's samples: its weight follows from the micro-batch's share and goes into the gradient with which
