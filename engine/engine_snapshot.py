@@ -35,7 +35,7 @@ from engine.utils.seed import capture, restore
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedObjects:
     """The model, optimizers and schedulers whose states a checkpoint has."""
 
     module: nn.Module
@@ -74,7 +74,7 @@ class EngineSnapshot:
 
     # -- collecting -----------------------------------------------------------------------------------------------------------------------
 
-    def shared(self, trained: Trained, loaders: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def shared(self, trained: TrainedObjects, loaders: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The state that all ranks share, in the form of :mod:`engine.checkpoint.state_forms`.
 
         Args:
@@ -93,7 +93,7 @@ class EngineSnapshot:
     def content(
         self,
         model: nn.Module,
-        trained: Trained,
+        trained: TrainedObjects,
         *,
         shared: Mapping[str, Any],
         streams: Sequence[Any],
@@ -154,7 +154,7 @@ class EngineSnapshot:
         for item, state in zip(registered, states, strict=True):
             item.load_state_dict(state)
 
-    def restore_optimizers(self, loaded: Loaded, how: Resume, trained: Trained) -> None:
+    def restore_optimizers(self, loaded: Loaded, how: Resume, trained: TrainedObjects) -> None:
         """Restore optimizers and schedulers, which :func:`engine.checkpoint.resume.check_optimizers` has accepted."""
         source, module, strategy = loaded.source, trained.module, self._strategy
         configured_groups = trained.hyperparameters()
@@ -218,9 +218,11 @@ class EngineCheckpoints:
         shared = self._snapshot.shared(trained, positions)
         return self._snapshot.content(model, trained, shared=shared, streams=streams, facts=facts)
 
-    def _trained(self) -> Trained:
+    def _trained(self) -> TrainedObjects:
         prepared = self._prepared
-        return Trained(prepared.whole_module(), prepared.optimizers, [entry.scheduler for entry in prepared.schedulers])
+        return TrainedObjects(
+            prepared.whole_module(), prepared.optimizers, [entry.scheduler for entry in prepared.schedulers]
+        )
 
     def wait(self) -> None:
         """Wait until the checkpoint in progress is complete.
@@ -234,7 +236,7 @@ class EngineCheckpoints:
     def load(self, input_dir: str | Path, strict: bool, left_out: Sequence[nn.Module] = ()) -> dict[str, Any]:
         """Load as :meth:`engine.Engine.load_state` does; ``left_out``: prepared models whose weights are loaded elsewhere.
 
-        A run does the same in :func:`engine.loop.run_resume.resume_run`, with hooks and its own state.
+        A run does the same in :func:`engine.loop.run_resume._continue`, with hooks and its own state.
         """
         self.wait()
         storage, _ = split_path(input_dir)
@@ -258,7 +260,7 @@ class EngineCheckpoints:
         if report:
             logger.warning("%s fits in part: %s", loaded.path, report)
 
-    def _check_counts(self, loaded: Loaded, trained: Trained) -> None:
+    def _check_counts(self, loaded: Loaded, trained: TrainedObjects) -> None:
         """Check that as many optimizers, schedulers and loaders were prepared as the checkpoint has."""
         prepared, shared, source = self._prepared, loaded.shared, loaded.source
         counts = (len(trained.optimizers), len(trained.schedulers), len(prepared.loaders))
@@ -270,7 +272,7 @@ class EngineCheckpoints:
                 f"{loaded.path} has (optimizers, schedulers, loaders) = {saved}, and {counts} were prepared: prepare the same objects before loading"
             )
 
-    def _check(self, loaded: Loaded, how: Resume, trained: Trained) -> None:
+    def _check(self, loaded: Loaded, how: Resume, trained: TrainedObjects) -> None:
         """Check that the optimizers, the schedulers and the data match the checkpoint's."""
         check_optimizers(loaded, trained.optimizers, trained.schedulers, how)
         for loader, state in zip(self._prepared.loaders, loaded.shared["loaders"], strict=False):

@@ -99,7 +99,8 @@ class Staging:
         if self._changed:
             raise RuntimeError(
                 "a parameter was changed by something other than an optimizer while it was copied for a checkpoint; save with "
-                "asynchronous=False (ModelCheckpoint) or wait=True (save_state), or change it in on_train_batch_end"
+                "asynchronous=False (ModelCheckpoint) or wait=True (save_state), or wait for the copies before you change it: run.saver.hold(), "
+                "in a loop of your own engine.checkpoint_writer.hold()"
             )
 
     def hold(self) -> None:

@@ -7,15 +7,20 @@ ends, all ranks end.
 
 A thread of rank 0 (``_monitor``) notices that a rank has failed and writes the report. How rank 0 learns of it depends on where rank 0 is:
 
-==========================================  =====================================================================================
+==========================================  ============================================================================
 rank 0                                      way out
-==========================================  =====================================================================================
-waits for other ranks to join, or in a      ``check`` or the collective raises, at once. ``fail`` replaces the collective's error by
-collective                                  the ``RankError``: for callbacks in ``engine.loop.lifecycle``, for the caller in ``training``
-runs Python code                            after ``INTERRUPT_S`` an empty ``RankError`` interrupts it, which ``fail`` replaces in the same way
-is in native code and does not react        after ``GIVE_UP_S`` the process prints the report and ends (``_end_all``)
-is done with training                       it goes on; at its exit ``end_with_process`` prints the report and exits with status 1
-==========================================  =====================================================================================
+==========================================  ============================================================================
+waits for other ranks to join               ``check`` raises, once the report is written
+waits in a gloo collective                  the collective raises, at once; ``fail`` replaces its error by the ``RankError``:
+                                            inside a run in ``engine.loop.lifecycle``, before callbacks get it; outside of a
+                                            run in ``training``
+runs Python code                            after ``INTERRUPT_S`` an empty ``RankError`` interrupts it, which ``fail`` replaces
+                                            in the same way
+is in native code and does not react        after ``GIVE_UP_S`` the process prints the report and ends
+                                            (``_end_ranks_and_interrupt``)
+is done with training                       it goes on, and another training raises at its start; at its exit
+                                            ``end_with_process`` prints the report and exits with status 1
+==========================================  ============================================================================
 """
 
 from __future__ import annotations
@@ -242,7 +247,7 @@ class ScriptRanks:
         is_consequence = failures.blames_peer(error) and not (isinstance(error, RankError) and str(error))
         if is_consequence:
             self._failed.wait(CAUSE_S)
-        self._preempted = isinstance(error, SystemExit)
+        self._preempted = isinstance(error, SystemExit) and error.code == TERMINATED
         self._enter(Phase.DONE if isinstance(error, KeyboardInterrupt) else Phase.FAILED)
         if is_consequence and self._failed.is_set():
             self._raise_report(error if str(error) else None)

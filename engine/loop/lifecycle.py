@@ -46,7 +46,11 @@ def session(run: Run) -> Iterator[None]:
 
 @contextmanager
 def frame(run: Run) -> Iterator[None]:
-    """At the block's end, also after an error, tear the run down. Errors are passed to every callback and propagate unchanged."""
+    """At the block's end, also after an error, tear the run down. Errors are passed to every callback and propagate.
+
+    They propagate unchanged, except for those that only tell of another cause: the death of another rank, or Ctrl-C. After a SIGTERM callbacks get
+    none.
+    """
     try:
         run.module.attach(run)
         with suppress(Preempted):

@@ -535,6 +535,9 @@ class Run:
     ) -> Path | str:
         """Save everything that the run needs to continue; all ranks call this together. If the current position was saved already, save nothing.
 
+        Before that, steps whose verdict is pending are settled, events of the checkpoint before are told (``on_checkpoint_saved``), and values that
+        are due are published (``on_log``).
+
         Args:
             name: the name of the checkpoint folder; by default ``step=00000120``.
             score: ``{"monitor": name, "mode": "min", "value": number}``: what ``resume="best"`` compares.

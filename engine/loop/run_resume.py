@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,22 +34,24 @@ def resume_run(run: Run, checkpoint: str | Path | Resume) -> None:
     where, what = checkpoints.run_folder.source(str(how.path))
     checkpoints.run_folder.named = checkpoints.folder.storage.root
     folders = ("model", *weights_folder(how.weights)) if how.weights_only else (*FOLDERS, WEIGHTS)
-    try:
-        with opening(run.engine.group, where, what, folders) as loaded:
-            checkpoints.folder.protected = {loaded.name, *loaded.passed}
-            if how.weights_only:
-                run.snapshot.load_weights(loaded, how.strict, how.weights)
-            else:
-                _continue(run, loaded, how)
-                checkpoints.last = loaded.path
-            checkpoints.loaded_from = loaded.path
-    except FileNotFoundError:
-        if str(how.path) != "auto":
-            raise
+    with ExitStack() as stack:
+        try:
+            loaded = stack.enter_context(opening(run.engine.group, where, what, folders))
+        except FileNotFoundError:
+            if str(how.path) != "auto":
+                raise
+            return
+        checkpoints.folder.protected = {loaded.name, *loaded.passed}
+        if how.weights_only:
+            run.snapshot.load_weights(loaded, how.strict, how.weights)
+        else:
+            _continue(run, loaded, how)
+            checkpoints.last = loaded.path
+        checkpoints.loaded_from = loaded.path
 
 
 def _continue(run: Run, loaded: Loaded, how: Resume) -> None:
-    """Restore the whole state of the run, with the hooks at their place in the order.
+    """Restore the whole state of the run, with the hooks at their place in the order. The data is located in :func:`engine.loop.train.begin_epoch`.
 
     A user's own loop does the same in :meth:`engine.engine_snapshot.EngineCheckpoints.load`, without hooks.
     """

@@ -23,7 +23,7 @@ from engine.config.masked import Config, without_secrets
 from engine.data.datamodule import DataModule
 from engine.distributed.agreement import Stopwatch
 from engine.engine import Engine
-from engine.engine_snapshot import Trained
+from engine.engine_snapshot import TrainedObjects
 from engine.loop.callback_states import load_states, states
 from engine.loop.loaders import RunLoaders
 from engine.loop.logbook import Logbook
@@ -58,11 +58,11 @@ class RunSnapshot:
     items: Tally
     intervals: Intervals
 
-    def trained(self) -> Trained:
+    def trained(self) -> TrainedObjects:
         """The module, and its optimizers and schedulers as they are now: hooks may replace them."""
         optimizer_set = self.optimizer_set
         schedulers = [schedule.scheduler for schedule in optimizer_set.schedules]
-        return Trained(self.module, optimizer_set.optimizers, schedulers)
+        return TrainedObjects(self.module, optimizer_set.optimizers, schedulers)
 
     # -- collecting -----------------------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ def train(run: Run) -> None:
         on_train_epoch_start
         for each micro-batch:
             on_train_batch_start; training_step; backward
-            at the end of an accumulation window: finish gradients; optimizer step; zero_grad; step schedulers
+            at the end of an accumulation window: finish gradients; optimizer step; step schedulers; zero_grad
             on_train_batch_end
             at the end of a step, when due: log, validate, stop
         validate when due; on_train_epoch_end; log; epoch schedulers

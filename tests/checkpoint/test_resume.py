@@ -17,7 +17,7 @@ from support.checkpoints import record_of, resummed
 from support.toys import LINEAR_BATCHES, Linear, linear_fit
 
 from callbacks import ModelCheckpoint
-from engine import Resume
+from engine import Callback, Resume
 from engine.checkpoint.catalog import problems
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.manifest import FORMAT
@@ -215,6 +215,18 @@ def test_auto_starts_where_nothing_is(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "notes").mkdir(parents=True)
     (tmp_path / "checkpoints" / f".{name(4)}.partial" / "model").mkdir(parents=True)
     assert linear_fit(tmp_path, max_steps=2, max_epochs=None).run(Linear(), LINEAR_BATCHES, resume="auto").step == 2
+
+
+class OpensAMissingFile(Callback):
+    def on_load_checkpoint(self, run: Any, module: Any, checkpoint: Any) -> None:
+        Path("no such file").read_text()
+
+
+def test_auto_starts_nothing_where_a_hook_misses_a_file_of_its_own(tmp_path: Path) -> None:
+    trained(tmp_path)
+    fit = linear_fit(tmp_path, OpensAMissingFile(), max_steps=12, max_epochs=None)
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        fit.run(Linear(), LINEAR_BATCHES, resume="auto")
 
 
 # -- order ------------------------------------------------------------------------------------------------------------------------------
