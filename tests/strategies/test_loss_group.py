@@ -65,10 +65,12 @@ class Net(TrainModule):
         torch.manual_seed(2)
         self.into, self.norm, self.out = nn.Linear(WIDTH, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 1)
         self.register_buffer("last_rank", torch.zeros(()))
-        self.total, self.val_total, self.not_logged = SumMetric(), SumMetric(), SumMetric()
+        self.total, self.val_total = SumMetric(), SumMetric()
+        self.not_logged, self.val_not_logged = SumMetric(), SumMetric()
         self.parts, self.weighted, self.optimizer = parts, weighted, optimizer
         self.drawn: list[float] = []
         self.computed: list[float] = []
+        self.val_computed: list[float] = []
         self.val_numbers: list[int] = []
         self.ranks_seen: set[float] = set()
 
@@ -109,8 +111,13 @@ class Net(TrainModule):
         self.val_numbers += batch["number"].tolist()
         self.ranks_seen.add(float(self.last_rank))
         self.val_total.update(errors)
+        self.val_not_logged.update(errors)
         self.log("val_loss", errors.mean())
         self.log("val_total", self.val_total)
+
+    def on_validation_epoch_end(self) -> None:
+        self.val_computed.append(float(self.val_not_logged.compute()))
+        self.val_not_logged.reset()
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return torch.stack([batch["number"].float(), self(batch["x"]).sum(1)])
@@ -226,7 +233,8 @@ def rank_sharded() -> dict[str, Any]:
 def rank_validated() -> dict[str, Any]:
     fit = Fit(strategy=HalvesDDP(), accelerator="cpu", seed=1, root_dir=folder() / "validate")
     module = Net(2)
-    return {"values": fit.validate(module, DataLoader(Sequences(), batch_size=3))[0], "numbers": module.val_numbers}
+    values = fit.validate(module, DataLoader(Sequences(), batch_size=3))[0]
+    return {"values": values, "numbers": module.val_numbers, "computed": module.val_computed}
 
 
 def rank_predicted() -> dict[str, Any]:
@@ -388,6 +396,7 @@ def test_an_evaluation_without_training_counts_each_sample_once(ranks: Any) -> N
     )[0]
     for facts in ranks["validated"]:
         assert is_close(facts["values"], expected)
+        assert is_close(facts["computed"], module.val_computed)
 
 
 def test_predictions_have_the_order_of_the_data(ranks: Any) -> None:
