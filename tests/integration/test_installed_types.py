@@ -32,7 +32,7 @@ user.py:6: note: Revealed type is "int"
 user.py:7: note: Revealed type is "int"
 user.py:8: note: Revealed type is "int | float"
 user.py:9: error: Argument "max_epochs" to "Fit" has incompatible type "str"; expected "int | None"  [arg-type]
-user.py:10: error: Unexpected keyword argument "ckpt_path" for "run" of "Fit"  [call-arg]
+user.py:10: error: Argument "ckpt_path" to "run" of "Fit" has incompatible type "str"; expected "Never"  [arg-type]
 user.py:11: error: "Fit" has no attribute "fit"  [attr-defined]
 """
 
