@@ -68,12 +68,17 @@ def fit(**settings: Any) -> Fit:
     return Fit(accelerator="cpu", devices=1, num_sanity_val_steps=0, root_dir=tempfile.mkdtemp(), **settings)
 
 
+class Rounds:
+    warm_ups = 1
+    """Rounds that come first and do not count; ``--smallest`` has none."""
+
+
 def seconds(
     calls: Sequence[Callable[[], object]], rounds: int, times: int = 1, clock: Callable[[], float] = time.process_time
 ) -> list[list[float]]:
-    """For each round, after a first one that does not count, the seconds of each call, which is repeated ``times`` times."""
+    """For each round, after those that do not count, the seconds of each call, which is repeated ``times`` times."""
     rows = []
-    for _ in range(rounds + 1):
+    for _ in range(Rounds.warm_ups + rounds):
         row = []
         for call in calls:
             began = clock()
@@ -81,7 +86,7 @@ def seconds(
                 call()
             row.append((clock() - began) / times)
         rows.append(row)
-    return rows[1:]
+    return rows[Rounds.warm_ups :]
 
 
 def difference(one: Callable[[], object], other: Callable[[], object], rounds: int) -> float:
@@ -169,22 +174,20 @@ def predictions(rounds: int, count: int = 1000) -> Iterator[Row]:
     data = batches(count)
     for interval in ("auto", "batch"):
         means = []
-        for _ in range(rounds + 1):
+        for _ in range(Rounds.warm_ups + rounds):
             writer = PredictionWriter(write_interval=interval)
             spent = hook_seconds(writer, "on_predict_batch_end", "on_predict_end")
             fit(callbacks=[writer]).predict(Net(), data, return_predictions=False)
             means.append(sum(spent) / len(data) * 1e6)
-        yield from median_and_least(f"PredictionWriter(write_interval={interval!r}), a batch", means[1:], "us")
+        yield from median_and_least(
+            f"PredictionWriter(write_interval={interval!r}), a batch", means[Rounds.warm_ups :], "us"
+        )
 
 
-def children(call: Callable[[], object], rounds: int) -> float:
-    """The median processor seconds of the processes that ``call`` starts and waits for."""
-
-    def used() -> float:
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
-
-    return median(row[0] for row in seconds([call], rounds, clock=used))
+def children() -> float:
+    """The processor seconds of the processes that this one has started and waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def commands(rounds: int) -> Iterator[Row]:
@@ -193,19 +196,20 @@ def commands(rounds: int) -> Iterator[Row]:
     program = [str(script)] if script.exists() else [sys.executable, "-m", "engine.cli.main"]
     asked = [("checkpoint", name, str(done.last_checkpoint)) for name in ("show", "verify")]
     for words in [("checkpoint", "list", str(done.folder)), *asked, ("migrate", __file__)]:
-        yield f"fit {' '.join(words[:-1])}", children(lambda words=words: output(*program, *words), rounds) * 1e3, "ms"
+        rows = seconds([partial(output, *program, *words)], rounds, clock=children)
+        yield f"fit {' '.join(words[:-1])}", median(row[0] for row in rows) * 1e3, "ms"
 
 
 def record(rounds: int, count: int = 2000) -> Iterator[Row]:
     rows, pages = [], []
-    for _ in range(rounds + 1):
+    for _ in range(Rounds.warm_ups + rounds):
         report = Report()
         row, page = hook_seconds(report, "on_log"), hook_seconds(report, "teardown")
         fit(log_every_n_steps=1, callbacks=[report]).run(Net(), batches(count))
         rows.append(sum(row) / count * 1e6)
         pages.append(sum(page) / count * 1e6)
-    yield from median_and_least("Report, a row", rows[1:], "us")
-    yield from median_and_least("Report, a row's part of the page", pages[1:], "us")
+    yield from median_and_least("Report, a row", rows[Rounds.warm_ups :], "us")
+    yield from median_and_least("Report, a row's part of the page", pages[Rounds.warm_ups :], "us")
 
 
 SCRIPT = """
@@ -238,11 +242,20 @@ def two_ranks(rounds: int) -> Iterator[Row]:
         bare.write_text(BARE)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         calls = [partial(output, sys.executable, str(script)), partial(output, *torchrun, str(bare))]
-        rows = seconds(calls, rounds, clock=time.perf_counter)
+        used: list[list[float]] = [[], []]
+        timed = [partial(_noting_children, call, times) for call, times in zip(calls, used, strict=True)]
+        rows = seconds(timed, rounds, clock=time.perf_counter)
         for index, name in enumerate(("a script of ten steps on two ranks", "a bare one under torchrun")):
             yield f"{name}, wall", median(row[index] for row in rows), "s"
-            yield f"{name}, all processes", children(calls[index], 1), "s"
+            yield f"{name}, all processes", median(used[index][-rounds:]), "s"
         yield "wall, ours over the bare one's in the same round", median(row[0] / row[1] for row in rows), ""
+
+
+def _noting_children(call: Callable[[], object], times: list[float]) -> None:
+    """Call, and append the processor seconds of the processes that the call has started."""
+    began = children()
+    call()
+    times.append(children() - began)
 
 
 def evaluations(rounds: int) -> Iterator[Row]:
@@ -326,6 +339,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"{', '.join(unknown)}: the parts are {', '.join(PARTS)}")
+    if args.smallest:
+        Rounds.warm_ups = 0
     for name in args.parts or PARTS:
         rows = PARTS[name](1, **SMALLEST.get(name, {})) if args.smallest else PARTS[name](args.rounds)
         for what, value, unit in rows:
