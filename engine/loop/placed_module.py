@@ -116,9 +116,8 @@ class PlacedModule:
         # A sharded module stays sharded after its run, so a later run must use the same wrapper.
         step = module.sharded_root[0] if forward_has_collectives and module.sharded_root else TrainingStep(module)
         wrapped = self._engine.prepare_model(step, autocast=False)
-        if (
-            forward_has_collectives or type(wrapped) is not TrainingStep
-        ):  # without a wrapper the step is called directly
+        # A strategy that wraps nothing leaves the direct call.
+        if forward_has_collectives or type(wrapped) is not TrainingStep:
             self.call = wrapped
         if forward_has_collectives:
             module.sharded_root = [wrapped]

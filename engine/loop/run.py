@@ -535,7 +535,7 @@ class Run:
     ) -> Path | str:
         """Save everything that the run needs to continue; all ranks call this together. If the current position was saved already, save nothing.
 
-        Before that, steps whose verdict is pending are settled, events of the checkpoint before are told (``on_checkpoint_saved``), and values that
+        Before that, steps whose verdict is pending are settled, ``on_checkpoint_saved`` is called for the checkpoint before, and values that
         are due are published (``on_log``).
 
         Args:

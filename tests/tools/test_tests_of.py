@@ -87,7 +87,7 @@ def test_the_tool_answers_for_modules_that_are_known_new_and_gone(tmp_path: Path
 
 @pytest.mark.parametrize("module", ["engine/fit.py", "engine/nowhere.py"])
 def test_the_map_is_read(module: str) -> None:
-    """A module of the map that has moved is no error: the map is generated now and then, not with each commit."""
+    """A module of the map that has moved is not an error: the map is generated now and then, not with each commit."""
     ran = subprocess.run(
         [sys.executable, ROOT / "tests/tools/tests_of.py", module], capture_output=True, text=True, check=False
     )

@@ -1,7 +1,7 @@
 """The test files that execute a module of the library, the most relevant first::
 
     python tests/tools/tests_of.py engine/loop/setup.py callbacks/pruning.py
-    python tests/tools/tests_of.py --write             # run the suite and write the map, tests/tools/tests_of.json, anew
+    python tests/tools/tests_of.py --write             # run the suite and rewrite the map, tests/tools/tests_of.json
 
 A number is the test file's share of all that tests execute in the module, in percent: a part of a function that one test file alone executes
 belongs to it, a part that four execute is a quarter of each. A file that tests the module comes before the many that only pass through.
@@ -108,7 +108,7 @@ def answer(module: str, found: Shares, root: Path = ROOT) -> tuple[str, bool]:
     )
     folder = Path("tests", *Path(name).parts[1 if name.startswith("engine/") else 0 : -1])
     hints = [f"the tests of its folder: python -m pytest {folder}"] * (root / folder).is_dir()
-    hints += ["write the map anew: python tests/tools/tests_of.py --write"]
+    hints += ["rewrite the map: python tests/tools/tests_of.py --write"]
     return f"{name} {state}; {', or '.join(hints)}", False
 
 
