@@ -175,7 +175,10 @@ class _SweepRecorder(Callback):
 
 
 def _loss_and_weight(outputs: Any, size: int, device: torch.device) -> Tensor:
-    """A micro-batch's loss times its weight, and the weight. Shape [2], fp64 (fp32 on a device without fp64)."""
+    """A micro-batch's loss times its weight, and the weight. Shape [2], fp64 (fp32 on a device without fp64).
+
+    ``size`` is its number of samples; 0 means a repeated micro-batch, -1 an unknown number, which weighs as one.
+    """
     wide = Device(device).wide
     loss = outputs["loss"] if isinstance(outputs, dict) else outputs
     if loss is None or size == 0:

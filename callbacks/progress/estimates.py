@@ -59,10 +59,11 @@ class RunEstimates:
         self._length: int | None = None  # micro-batches of the last epoch
         self._validation_s: float | None = None
         self._eval_batch_s: float | None = None
-        self._limits: list[int | None] = []
-        self._loader = 0
-        # The later epochs, and their steps and micro-batches.
-        self._later: tuple[tuple[object, ...], tuple[float, float]] = ((), (0, 0))
+        self._eval_lengths: list[int | None] = []  # batches of each loader of the evaluation
+        self._eval_loader = 0  # index of its current loader
+        # Cached: steps and micro-batches of the epochs after this one, and what they were computed from.
+        self._later_work: tuple[float, float] = (0, 0)
+        self._later_key: tuple[object, ...] = ()
         self.eval_name: str | None = None
         """The evaluation under way: ``"validation"``, ``"sanity check"``, ``"test"``, ``"predict"``."""
         self.eval_done = 0
@@ -85,13 +86,13 @@ class RunEstimates:
 
     def begin_evaluation(self, name: str, limits: list[int | None]) -> None:
         """Note that an evaluation starts. ``limits``: number of batches of each loader; ``None``: not known."""
-        self.eval_name, self.eval_done, self._limits, self._loader = name, 0, limits, 0
+        self.eval_name, self.eval_done, self._eval_lengths, self._eval_loader = name, 0, limits, 0
         self._eval_began = time.monotonic()
 
     def evaluated(self, dataloader_idx: int) -> None:
         """Count a batch of the evaluation."""
         self.eval_done += 1
-        self._loader = dataloader_idx
+        self._eval_loader = dataloader_idx
 
     def end_evaluation(self) -> None:
         """Note that the evaluation has ended."""
@@ -131,10 +132,10 @@ class RunEstimates:
 
     def evaluation(self) -> Progress:
         """Content of the bar of the evaluation under way."""
-        total = _sum_or_none(self._limits)
+        total = _sum_or_none(self._eval_lengths)
         elapsed = time.monotonic() - self._eval_began
         rate = self.eval_done / elapsed if self.eval_done and elapsed > 0 else None
-        several = f" {self._loader + 1}/{len(self._limits)}" if len(self._limits) > 1 else ""
+        several = f" {self._eval_loader + 1}/{len(self._eval_lengths)}" if len(self._eval_lengths) > 1 else ""
         return Progress(
             title=f"{self.eval_name}{several}",
             done=self.eval_done,
@@ -185,9 +186,12 @@ class RunEstimates:
         if steps >= steps_left:
             return int(steps_left), max(0, min(batches_left, int(steps_left) * window - state.batch_idx % window))
         key = state.epoch, epochs, length, steps_left - steps
-        if key != self._later[0]:
-            self._later = key, _whole_epochs(run, state.epoch + 1, epochs, length, steps_left - steps)
-        later, batches = self._later[1]
+        if key != self._later_key:
+            self._later_key, self._later_work = (
+                key,
+                _whole_epochs(run, state.epoch + 1, epochs, length, steps_left - steps),
+            )
+        later, batches = self._later_work
         return steps + int(later), batches_left + int(batches)
 
     def _seconds_left(self, run: Run) -> float | None:

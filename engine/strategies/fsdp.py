@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -335,7 +334,7 @@ class FSDP(Strategy):
         return grads if self.group.world_size == 1 else dtensors.local(grads)
 
     def norm(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-        if self.group.world_size == 1 or math.isnan(norm_type):
+        if self.group.world_size == 1:
             return super().norm(grads, norm_type)
         device = torch.device("cpu") if self.cpu_offload else self.group.device
         return sharded_norms.norm(self.group, grads, norm_type, self._holders, device)

@@ -140,6 +140,10 @@ def read(config: Any) -> tuple[dict[str, Any], str]:
         raise TypeError(
             f"DeepSpeed(config={config!r:.80}) is of type {type(config).__name__}: give a path to a JSON file, or a dict"
         )
+    if "bfloat16" in settings:  # DeepSpeed's older name
+        if "bf16" in settings:
+            raise ValueError(f"{where} has both 'bf16' and 'bfloat16', which are one setting: leave out 'bfloat16'")
+        settings["bf16"] = settings.pop("bfloat16")
     _check(settings, where)
     return settings, where
 
@@ -158,7 +162,8 @@ def _file(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _check(config: dict[str, Any], where: str) -> None:
+def _check(config: Mapping[str, Any], where: str) -> None:
+    """Refuse unknown names, sections that are done by ``Fit`` or ``Engine``, and values that are not possible here."""
     for key, value in config.items():
         if key not in KNOWN:
             raise ValueError(f"{where}: {key!r} is not a DeepSpeed setting{nearest(key, KNOWN)}")
@@ -175,8 +180,6 @@ def _check(config: dict[str, Any], where: str) -> None:
     ):
         if get(config, path, only) != only:
             raise ValueError(f"{where}: {path}={get(config, path)!r} is not possible here, only {only!r}: leave it out")
-    if "bfloat16" in config:
-        config["bf16"] = config.pop("bfloat16")
 
 
 def get(config: Mapping[str, Any], path: str, default: Any = None) -> Any:

@@ -862,6 +862,8 @@ def test_processes_that_fit_starts(stage: int) -> None:
             r"'zero_optimisation' is not a DeepSpeed setting; did you mean 'zero_optimization'\?",
         ),
         ({"config": {"bf16": True}}, r"bf16=True must be an object"),
+        ({"config": {"bfloat16": True}}, r"bf16=True must be an object"),
+        ({"config": {"bf16": {}, "bfloat16": {}}}, r"both 'bf16' and 'bfloat16', which are one setting"),
         (
             {"config": {"torch_autocast": {"enabled": True}}},
             r"'torch_autocast' cannot be used with Fit or Engine: give precision= instead",
