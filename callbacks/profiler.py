@@ -95,7 +95,7 @@ class Profiler(Callback):
             "with_modules": with_modules,
         }
         self._profile: profile | None = None
-        self._allocations: Any = None
+        self._memory_recorder: Any = None
         self._done = self._waited = self._windows = 0
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
@@ -106,13 +106,13 @@ class Profiler(Callback):
                 "callback out; a profiler around fit.run(...) sees the run's phases by itself"
             )
         if self.memory_snapshot:
-            self._allocations = Device(run.device).allocations
-            if self._allocations is None:
+            self._memory_recorder = Device(run.device).allocations
+            if self._memory_recorder is None:
                 raise ValueError(
                     f"Profiler(memory_snapshot=True) needs a device that records its allocations, as CUDA does, and this run is on {run.device}: "
                     "set it to False"
                 )
-            self._allocations._record_memory_history(max_entries=200_000)
+            self._memory_recorder._record_memory_history(max_entries=200_000)
 
     # -- counting -------------------------------------------------------------------------------------------------------------------
 
@@ -208,15 +208,15 @@ class Profiler(Callback):
     # -- the end --------------------------------------------------------------------------------------------------------------------
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
-        if self._allocations is not None and isinstance(exception, torch.OutOfMemoryError):
+        if self._memory_recorder is not None and isinstance(exception, torch.OutOfMemoryError):
             path = self._folder(run) / f"rank={run.rank}_out_of_memory.pickle"
-            self._allocations._dump_snapshot(str(path))
+            self._memory_recorder._dump_snapshot(str(path))
             _log.error("Profiler: the allocations before the memory was exhausted are in %s", path)
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
-        if self._allocations is not None:
-            self._allocations._record_memory_history(enabled=None)
-            self._allocations = None
+        if self._memory_recorder is not None:
+            self._memory_recorder._record_memory_history(enabled=None)
+            self._memory_recorder = None
         if self._profile is not None:
             self._finish_window(run)
         elif not self._windows and self._waited:

@@ -75,8 +75,8 @@ def _can_hold(dtype: torch.dtype, saved: torch.dtype) -> bool:
     return same_kind and dtype.itemsize > saved.itemsize and torch.promote_types(dtype, saved) == dtype
 
 
-_STRICT = "Load it into the model that was saved, or with strict=False"
-_DOUBLE = (
+_LOAD_INTO_SAVED_MODEL = "Load it into the model that was saved, or with strict=False"
+_SAVED_IN_DOUBLE = (
     "It was saved in double precision (precision='64-true'): strict=False rounds its values to the types here, as in load_from_checkpoint(path, "
     "strict=False); to keep them, run under Fit(precision='64-true'), or call torch.set_default_dtype(torch.float64) first"
 )
@@ -264,18 +264,15 @@ class Source:
         """Report how a module's ``state`` differs from the checkpoint; with ``strict``, raise :class:`engine.utils.errors.DoesNotFit` instead."""
         report = self.compare(state)
         if strict and report:
-            names = report.missing or report.unexpected or report.other_shapes
-            advice = (
-                f"{_STRICT}{self._hyperparameter_differences(module)}"
-                if names
-                else _DOUBLE
-                if self._is_double(state)
-                else _STRICT
-            )
+            advice = _LOAD_INTO_SAVED_MODEL
+            if report.missing or report.unexpected or report.other_shapes:
+                advice += self._hyperparameter_differences(module)
+            elif self._differs_by_double_precision(state):
+                advice = _SAVED_IN_DOUBLE
             raise DoesNotFit(f"{self.where} does not fit {type(module).__name__}: {report}. {advice}")
         return report
 
-    def _is_double(self, state: Mapping[str, Any]) -> bool:
+    def _differs_by_double_precision(self, state: Mapping[str, Any]) -> bool:
         """Whether all dtypes that do not fit are due to a checkpoint in double precision."""
         kinds = {(self.stored(name).dtype, value.dtype) for name, value in state.items() if isinstance(value, Tensor)}
         return {saved for saved, dtype in kinds if not _can_hold(dtype, saved)} <= {torch.float64, torch.complex128}

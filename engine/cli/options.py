@@ -96,7 +96,7 @@ class RunParser(TargetParser):
         if getattr(options, "hyperparameters", None) and not options.resume:
             raise UsageError("--hyperparameters is for --resume: without it they are those of configure_optimizers")
         is_bare = not (names_objects(options) or options.set or options.print_config)
-        if options.command == "test" and is_bare and not options.checkpoint:
+        if options.command == "test" and is_bare and not options.checkpoint:  # `fit test` alone checks the installation
             options.run_by = "engine.cli.self_check"
 
 

@@ -311,7 +311,7 @@ class WorkerReader(StreamReader):
         )
 
     def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
-        # Even persistent workers are used for one pass only if they start at saved positions.
+        # Workers that start at saved positions serve this pass only, even persistent ones.
         loader = self.loader_from_start if state is None else self._loader(state["next"], state["states"])
         self.next = state["next"] if state else 0
         self.positions = list(state["states"]) if state else [None] * self.workers

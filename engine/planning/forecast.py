@@ -114,14 +114,20 @@ def search_plans(
         raise ValueError(f"seconds={seconds!r}: give after how many seconds no further plan begins, at least 0")
     cluster = cluster_of(world_size, nodes, device, network, memory_limit)
     job = SimulatedJob(resolved, module, train_loader, datamodule, cluster.world_size, cluster.nodes)
-    users = users_strategy(resolved.settings.strategy, resolved.origins.get("strategy", "default"), cluster.world_size)
-    batch, samples, all_layouts, blocks = _facts_of_one_rank(job, cluster, users is not None and users.brings_plan)
+    chosen_strategy = users_strategy(
+        resolved.settings.strategy, resolved.origins.get("strategy", "default"), cluster.world_size
+    )
+    batch, samples, all_layouts, has_blocks = _facts_of_one_rank(
+        job, cluster, chosen_strategy is not None and chosen_strategy.brings_plan
+    )
     data_ranks = cluster.world_size
     with _quiet():
-        if users is not None:
-            layout = _users_layout(users, job)
-            all_layouts, data_ranks = layouts_with(layout, users, all_layouts), layout.data_ranks
-        space = _space(resolved, users, all_layouts, blocks, cluster, samples, data_ranks, precisions, largest, first)
+        if chosen_strategy is not None:
+            layout = _users_layout(chosen_strategy, job)
+            all_layouts, data_ranks = layouts_with(layout, chosen_strategy, all_layouts), layout.data_ranks
+        space = _space(
+            resolved, chosen_strategy, all_layouts, has_blocks, cluster, samples, data_ranks, precisions, largest, first
+        )
         return search(
             space,
             _planner(job, batch, samples, cluster),
@@ -135,9 +141,9 @@ def search_plans(
 
 def _space(
     resolved: Resolved,
-    users: UsersStrategy | None,
+    chosen_strategy: UsersStrategy | None,
     all_layouts: Sequence[Layout],
-    blocks: bool,
+    has_blocks: bool,
     cluster: Cluster,
     samples: int,
     data_ranks: int,
@@ -150,7 +156,7 @@ def _space(
     fixed = [name for name in _FIXED if resolved.origins.get(name, "default") != "default"]
     if "precision" in fixed and not precisions:
         precisions = [settings.precision]
-    keeps_recompute = "activation_checkpointing" in fixed or not blocks
+    keeps_recompute = "activation_checkpointing" in fixed or not has_blocks
     return Space(
         layouts=all_layouts,
         precisions=candidates.precisions(settings.precision, cluster.device, precisions),
@@ -161,7 +167,7 @@ def _space(
         first=first,
         derived=settings.global_batch_size is not None,
         notes=[
-            *(users.notes() if users else []),
+            *(chosen_strategy.notes() if chosen_strategy else []),
             *(f"{name}={getattr(settings, name)} was given: no other is tried" for name in fixed),
             _NOT_VARIED,
         ],
@@ -180,14 +186,14 @@ def _facts_of_one_rank(job: SimulatedJob, cluster: Cluster, planned: bool) -> tu
         return *first_batch(run.train_loader), all_layouts, has_blocks(run.module)
 
 
-def _users_layout(users: UsersStrategy, job: SimulatedJob) -> Layout:
+def _users_layout(chosen_strategy: UsersStrategy, job: SimulatedJob) -> Layout:
     """The layout of the user's strategy on the job's ranks."""
     try:
         job_without_callbacks = replace(job, resolved=_with_changes(job.resolved, {"callbacks": ()}))
         with simulated_run(job_without_callbacks, 0, JobFacts()) as simulated:
-            return users.layout(simulated.run.engine, job.world_size)
+            return chosen_strategy.layout(simulated.run.engine, job.world_size)
     except ValueError:  # the strategy refuses the job; the error of its plan will say why
-        return users.layout(None, job.world_size)
+        return chosen_strategy.layout(None, job.world_size)
 
 
 def _planner(job: SimulatedJob, batch: Any, samples: int, cluster: Cluster) -> Planner:

@@ -135,6 +135,7 @@ class Replica(DistributedDataParallel):
     def _forward_unreduced(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run a forward pass of a fully frozen module, after which no reducer may wait for gradients. Buffers are broadcast as before any pass."""
         attributes = vars(self)
+        # torch clears require_forward_param_sync after a pass that reduces nothing; buffers would not be broadcast in the next one.
         previous = {name: attributes[name] for name in (*_UNREDUCED, "require_forward_param_sync")}
         attributes.update(_UNREDUCED)
         try:

@@ -309,14 +309,19 @@ class DeepSpeed(Strategy, OwnsStep):
         model.begin(engine, inner, own_shards if trains and self.zero_stage else None)
 
     def _complete(self, model: DrivenModel | None) -> dict[str, Any]:
-        """The configuration to give to DeepSpeed for ``model``, in which no value is ``"auto"``."""
-        required, size = self._requirements or {}, self._batch_size
+        """The configuration to give to DeepSpeed for ``model``, in which no value is ``"auto"``; ``None``: the model is not built yet."""
+        required, batch_size = self._requirements or {}, self._batch_size
         config = copy.deepcopy(self._config)
-        micro = RequiredValue(size, f"the training loader's batch_size={size}") if isinstance(size, int) else None
-        window = configuration.window(required, size, self.group.world_size, self.window.position.size)
+        micro = (
+            RequiredValue(batch_size, f"the training loader's batch_size={batch_size}")
+            if isinstance(batch_size, int)
+            else None
+        )
+        window = configuration.window(required, batch_size, self.group.world_size, self.window.position.size)
         configuration.batch_sizes(config, self._where, micro, window, self.group.world_size)
         clip = required.get("gradient_clip_val")
         pinned = accelerator.pins(self.group.device) if self.pin_memory is None else self.pin_memory
+        # ds_numel: the elements of a parameter that ZeRO-3 has sharded.
         numel = 0 if model is None else sum(getattr(p, "ds_numel", p.numel()) for p in model.module.parameters())
         configuration.complete(config, (clip.value or 0.0) if clip else 0.0, numel, pinned)
         configuration.no_auto_left(config, self._where)
