@@ -349,6 +349,9 @@ class Engine:
         if position.held and not position.accumulating:
             own_loop.release(self.window)
         root, divisor = weights.weigh(loss, self.loss_group.world_size, self.scaler is not None)
+        position.passes += 1
+        if position.passes > position.reduced_passes:
+            self.strategy.follow_pass()
         if divisor == 1.0 and self.scaler is None:
             root.backward(**kwargs)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,19 @@ class GradientSync:
     It is ``data_group``, unless several ranks train on parts of the same samples: then it has all ranks of ``data_group``, and those with the
     other parts of their samples.
     """
+
+    unreduced: bool = False
+    """Whether backward passes of the open window have left gradients unreduced, so that :meth:`reduce_rest` must be called at its end."""
+
+    def follow_pass(self) -> None:
+        """Find out whether the backward pass that begins now reduces its gradients. Called after :attr:`Position.reduced_passes` passes only."""
+
+    def watched_passes(self) -> AbstractContextManager[None]:
+        """The context for code that may run several backward passes: finds out whether each of them reduces its gradients."""
+        return nullcontext()
+
+    def reduce_rest(self, parameters: Sequence[Tensor]) -> None:
+        """Reduce the gradients of those ``parameters`` that backward passes have left unreduced, at a window's end. All ranks call this."""
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module that was passed to ``setup``."""

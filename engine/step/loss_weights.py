@@ -180,6 +180,8 @@ class LossWeights:
         sync, agreement, items = self._gradient_sync, self.agreement, state.count
         if self._position.share.repeats and not state.closed:
             sync.drop_repeated(parameters_of(state.optimizers))
+        if sync.unreduced and not state.closed:
+            sync.reduce_rest(parameters_of(state.optimizers))
         if state.count is None and not state.dropped and (sync.group.world_size == 1 or state.kind == SCALAR):
             state.closed = True  # all weights were known before the backward passes
             return None

@@ -38,7 +38,12 @@ class Passes:
             root = root * self._scaler.seed(weights.seed(divisor, root))
         elif divisor != 1.0:
             root = root / divisor
-        function(root)
+        position, sync = self._window.position, self._window.gradient_sync
+        position.passes += 1
+        if position.passes > position.reduced_passes:
+            sync.follow_pass()
+        with sync.watched_passes():
+            function(root)
         if weights.watched is not None:
             weights.attribute()
         return value

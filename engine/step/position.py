@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -54,7 +55,7 @@ class Position:
         size: micro-batches in a full window.
     """
 
-    __slots__ = ("accumulating", "complete", "counted", "held", "share", "size")
+    __slots__ = ("accumulating", "complete", "counted", "held", "passes", "reduced_passes", "share", "size")
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
@@ -69,6 +70,10 @@ class Position:
         """Whether the latest backward pass was of a window's last micro-batch."""
         self.counted = 0
         """Micro-batches of accumulating loops that came without a prepared loader."""
+        self.passes = 0
+        """Backward passes that have begun."""
+        self.reduced_passes: float = math.inf
+        """The number of :attr:`passes` after which the strategy must look at each one, because it may reduce no gradients by itself."""
 
     def begin_pass(self, accumulating: bool) -> None:
         """Begin a run's pass over its data, whose micro-batches are not entered one by one."""

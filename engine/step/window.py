@@ -26,15 +26,15 @@ class Window:
         models: the engine's prepared models.
     """
 
-    __slots__ = ("_gradient_sync", "_joined", "models", "position", "weights")
+    __slots__ = ("gradient_sync", "_joined", "models", "position", "weights")
 
     def __init__(
         self, size: int = 1, gradient_sync: GradientSync | None = None, models: Sequence[nn.Module] = ()
     ) -> None:
-        self._gradient_sync, self.models = gradient_sync or GradientSync(), models
+        self.gradient_sync, self.models = gradient_sync or GradientSync(), models
         self.position = Position(size)
         """Where the loop is in the window."""
-        self.weights = LossWeights(self.position, self._gradient_sync, models)
+        self.weights = LossWeights(self.position, self.gradient_sync, models)
         """The weights of the window's losses."""
         self._joined = False
 
@@ -47,7 +47,7 @@ class Window:
             weights.states[0].optimizers.append(optimizer)
             return
         weights.states.append(GradientState([optimizer]))
-        weights.reach = Reach(weights.states, self._gradient_sync, self.models)
+        weights.reach = Reach(weights.states, self.gradient_sync, self.models)
         weights.state = weights.reach.latest
 
     def join(self) -> None:

@@ -53,6 +53,8 @@ class Strategy(GradientSync):
     - ``source``: an opened checkpoint; ``stored``: one of its tensors.
     """
 
+    unreduced: bool = field(default=False, init=False, repr=False)
+    """Whether backward passes of the open window have left gradients unreduced, so that :meth:`reduce_rest` must be called at its end."""
     matched_forward: bool = field(default=False, init=False, repr=False)
     """Whether forward passes contain collectives, so that all ranks must run equally many, also in evaluation."""
     matched_backward: bool = field(default=False, init=False, repr=False)

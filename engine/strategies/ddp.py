@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from engine.config.settings import Settings
 from engine.strategies.base import Strategy, broadcast_from_rank_0, class_name, sum_over_ranks, trained_parameters
 from engine.strategies.ddp_replica import Replica
-from engine.strategies.unreduced_gradients import GradientAverage, ReachedParameters
+from engine.strategies.unreduced_gradients import GradientAverage, LaterPasses, PassCount, ReachedParameters
 from engine.transforms.blocks import user_module
 from engine.utils.errors import nearest
 from engine.utils.parameters import is_sharded
@@ -49,6 +51,7 @@ class DDP(Strategy):
     _watches: list[RemovableHandle] = field(default_factory=list, init=False, repr=False)
     _reached: ReachedParameters = field(default_factory=ReachedParameters, init=False, repr=False)
     _average: GradientAverage = field(default_factory=GradientAverage, init=False, repr=False)
+    _later_passes: LaterPasses = field(default_factory=LaterPasses, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.comm_hook is not None and self.comm_hook not in HOOKS:
@@ -85,6 +88,7 @@ class DDP(Strategy):
             model,
             self.group,
             self._optimizers,
+            PassCount(self.window.position),
             process_group=_unchecked()
             if device.type == "cpu" and dist.get_debug_level() == dist.DebugLevel.DETAIL
             else None,
@@ -97,6 +101,9 @@ class DDP(Strategy):
             **({} if self.broadcast_buffers else {"broadcast_buffers": False}),
         )
         self._replicas.append(wrapped)
+        self.window.position.reduced_passes = 0
+        for replica in self._replicas:
+            replica.passes.alone = len(self._replicas) == 1
         self._register_hook(wrapped)
         if self.find_unused_parameters:  # otherwise every micro-batch reaches all parameters
             self._watches.append(wrapped.register_forward_pre_hook(self._watch))
@@ -131,6 +138,9 @@ class DDP(Strategy):
             parts.clear()
         self._reached.forget()
         self._average.forget()
+        self._later_passes.parameters.clear()
+        self.unreduced = False
+        self.window.position.reduced_passes = math.inf
 
     def settle(self) -> None:
         if not self.group.failed:  # an error may have ended a backward pass early
@@ -164,6 +174,25 @@ class DDP(Strategy):
         if self.find_unused_parameters and self.group.world_size > 1:
             self._reached.clear_unreached(self.group, parameters)
 
+    def follow_pass(self) -> None:
+        for replica in self._replicas:
+            if replica.passes.is_later():
+                self._later_passes.add(replica.reduced)
+                self.unreduced = True
+
+    def reduce_rest(self, parameters: Sequence[Tensor]) -> None:
+        self._later_passes.average(self.group, parameters)
+        self.unreduced = bool(self._later_passes.parameters)
+
+    @contextmanager
+    def watched_passes(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for replica in self._replicas:
+                if replica.require_backward_grad_sync:
+                    stack.enter_context(self._later_passes.watch(replica.reduced))
+            yield
+        self.unreduced = bool(self._later_passes.parameters)
+
     def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
         for model in models:
             if isinstance(model, Replica):
@@ -173,6 +202,8 @@ class DDP(Strategy):
 
     def discard(self, models: Sequence[nn.Module]) -> None:
         self._reached.forget()
+        self._later_passes.parameters.clear()
+        self.unreduced = False
 
     def share_parameters(self, model: nn.Module) -> None:
         broadcast_from_rank_0(self.group, [t.detach() for t in (*model.parameters(), *model.buffers())])

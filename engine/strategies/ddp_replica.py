@@ -19,9 +19,10 @@ from engine.distributed import stacks
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.step.gradients import check_held
+from engine.step.position import Position
 from engine.strategies.base import broadcast_from_rank_0, trained_parameters
 from engine.strategies.model_structure import TrainedParameters
-from engine.strategies.unreduced_gradients import average
+from engine.strategies.unreduced_gradients import PassCount, average
 from engine.utils import torch_private
 from engine.utils.log import logger
 from engine.utils.tree import leaves
@@ -48,6 +49,7 @@ class Replica(DistributedDataParallel):
     Args:
         ranks: all processes of the job.
         optimizers: all optimizers that may have the module's parameters; the list may grow later.
+        passes: counts the backward passes since this wrapper's latest forward pass.
         options: arguments of ``DistributedDataParallel``.
 
     A forward pass raises:
@@ -55,14 +57,17 @@ class Replica(DistributedDataParallel):
             trained parameter was replaced and its optimizer still has the old one. Raised on all ranks.
     """
 
-    def __init__(self, module: nn.Module, ranks: Group, optimizers: Sequence[Optimizer], **options: Any) -> None:
+    def __init__(
+        self, module: nn.Module, ranks: Group, optimizers: Sequence[Optimizer], passes: PassCount, **options: Any
+    ) -> None:
         with _one_trained(module) as unfrozen:
             super().__init__(module, **options)
+        self.passes = passes
         self._ranks, self._optimizers, self._options = ranks, optimizers, options
         self._hook: tuple[object, Callable[..., Any]] | None = None
         self._seen = TrainedParameters(module, self.parameters_to_ignore)
         """The parameters and modules that this replica has last seen in the module."""
-        self._reduced: Sequence[Tensor] = unfrozen or self._seen.trained
+        self.reduced: Sequence[Tensor] = unfrozen or self._seen.trained
         """The parameters that the reducer was given, in its order."""
         self._idle = not self._seen.trained
         """Whether no parameter is trained."""
@@ -98,10 +103,11 @@ class Replica(DistributedDataParallel):
             "_optimizers": [],
             "_options": {},
             "_hook": None,
-            "_reduced": [],
+            "reduced": [],
             "_trained_before": [],
             "_idle": False,
             "_outdated": False,
+            "passes": PassCount(Position()),
         }
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -116,6 +122,14 @@ class Replica(DistributedDataParallel):
         except RuntimeError as error:
             self._name_unused(error)
             raise
+        if output.requires_grad if type(output) is Tensor else torch.is_grad_enabled():
+            passes = self.passes
+            if passes.alone:  # without a call, in every forward pass
+                position = passes.position
+                passes.before, passes.synced = position.passes, self.require_backward_grad_sync
+                position.reduced_passes = position.passes + 1
+            else:
+                passes.forward_ended(output, self.require_backward_grad_sync)
         if not self.require_backward_grad_sync:
             if not self._open and torch.is_grad_enabled():  # setting an attribute of a module takes 14 calls
                 self._open = True
@@ -166,7 +180,7 @@ class Replica(DistributedDataParallel):
         self._idle = not new.trained
         if self._open:
             self._trained_before += old.trained
-        differs = self._searches_once or self._open or not _are_same_tensors(new.trained, self._reduced)
+        differs = self._searches_once or self._open or not _are_same_tensors(new.trained, self.reduced)
         self._outdated = differs and (used or not self._idle)
         added = new.newer_than(old)
         if added:
@@ -179,7 +193,7 @@ class Replica(DistributedDataParallel):
     def _follow(self, inside: bool) -> None:
         """Reduce the parameters that are trained now, from this pass on. ``inside``: its forward pass is over, and may not have used new ones."""
         trained = self._seen.trained
-        is_same = _are_same_tensors(trained, self._reduced)
+        is_same = _are_same_tensors(trained, self.reduced)
         if not is_same:
             self._agree("now trains these parameters", trained, inside)
         self._average_left_over()
@@ -197,7 +211,7 @@ class Replica(DistributedDataParallel):
             # The new reducer replaces the old one, which then removes its hooks from the parameters.
             super().__init__(self.module, **{**self._options, **options}, init_sync=False)
         vars(self).update(attributes)
-        self._reduced = unfrozen or self._seen.trained
+        self.reduced = unfrozen or self._seen.trained
         if self._hook is not None:
             state, function = self._hook
             _restart_powersgd(state)
@@ -207,7 +221,7 @@ class Replica(DistributedDataParallel):
         """Average the window's gradients of parameters that are no longer trained: the optimizer still uses them."""
         if self._open:
             trained_ids = {id(p) for p in self._seen.trained}
-            trained_before = dict.fromkeys([*self._reduced, *self._trained_before])
+            trained_before = dict.fromkeys([*self.reduced, *self._trained_before])
             self._trained_before.clear()
             average(self._ranks, [p for p in trained_before if id(p) not in trained_ids])
 
@@ -231,7 +245,7 @@ class Replica(DistributedDataParallel):
         numbers = _WITHOUT_GRADIENT.search(str(error))
         if numbers is None:
             return
-        parameters = [self._reduced[int(number)] for number in numbers[1].split()]
+        parameters = [self.reduced[int(number)] for number in numbers[1].split()]
         raise RuntimeError(
             f"the loss did not depend on these trained parameters, whose gradients strategy 'ddp' waits for: "
             f"{_first_names(self._seen.names(parameters))}. If a step may leave parameters out, use "

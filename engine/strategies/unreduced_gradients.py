@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from engine.distributed import stacks
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
+from engine.step.position import Position
+from engine.utils.tree import leaves
 
 _Form = list[list[int]]
 
@@ -88,6 +92,95 @@ class GradientAverage:
                     f"number {index} of its parameters (shape {shape}). Freeze and unfreeze on all ranks, before the same step"
                 )
         self._agreed[key] = form
+
+
+class PassCount:
+    """Backward passes since a wrapper's latest forward pass. Its reducer reduces the gradients of the first pass that reaches it, and of no other.
+
+    Args:
+        position: where the loop is; it counts all backward passes.
+    """
+
+    __slots__ = ("alone", "before", "position", "reached", "synced")
+
+    def __init__(self, position: Position) -> None:
+        self.position = position
+        self.alone = True
+        """Whether this is the engine's only wrapper, so that each backward pass is taken to reach it; else hooks on its outputs find that out."""
+        self.before = position.passes
+        """The number of backward passes that had begun when the latest forward pass ended."""
+        self.synced = False
+        """Whether the latest forward pass was to be followed by a reduction."""
+        self.reached = False
+        """Whether a backward pass has reached the outputs of the latest forward passes."""
+
+    def forward_ended(self, output: Any, synced: bool) -> None:
+        """Record a forward pass with gradients, if other wrappers are there."""
+        self.before, self.synced, self.reached = self.position.passes, synced, False
+        for tensor in leaves(output) if synced else ():
+            if tensor.requires_grad:
+                tensor.register_hook(self._reach)
+
+    def _reach(self, gradient: Tensor) -> None:
+        self.reached = True
+
+    def is_later(self) -> bool:
+        """Whether the backward pass that has begun comes after the one that the reducer has taken part in."""
+        return self.synced and self.position.passes - self.before > 1 and (self.alone or self.reached)
+
+
+class LaterPasses:
+    """Averages, at a window's end, gradients of backward passes that follow the one in which a wrapper's reducer has averaged: of two losses of one
+    forward pass, or of two forward passes that come before both backward passes.
+
+    Averaging is the identity for gradients that are averaged already, so each gradient is averaged as a whole.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: dict[int, Tensor] = {}
+        """The parameters with such gradients, by id."""
+
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Record that a backward pass adds to the gradients of these parameters, which no reducer averages."""
+        self.parameters.update((id(p), p) for p in parameters)
+
+    def average(self, ranks: Group, parameters: Sequence[Tensor]) -> None:
+        """Average the gradients of those ``parameters`` that were added.
+
+        Raises:
+            RuntimeError: other ranks did not run as many backward passes.
+        """
+        chosen = [p for p in parameters if self.parameters.pop(id(p), None) is not None]
+        if not chosen:
+            return
+        doing = (
+            "waiting for the other ranks to average the gradients of a second backward pass between two forward passes, "
+            "which this rank has run: all ranks must run equally many"
+        )
+        with stacks.doing(doing):
+            counts = gather_json(ranks, ["second backward pass", len(chosen)])
+        if any(count != counts[0] for count in counts):
+            raise RuntimeError(
+                f"rank {ranks.rank} was {doing}; gradients to average by rank: {', '.join(str(count) for _, count in counts)}"
+            )
+        average(ranks, chosen)
+
+    @contextmanager
+    def watch(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Add the parameters that several backward passes inside the block reach."""
+        reached: set[int] = set()
+
+        def record(parameter: Tensor) -> None:
+            if id(parameter) in reached:
+                self.add([parameter])
+            reached.add(id(parameter))
+
+        handles = [p.register_post_accumulate_grad_hook(record) for p in parameters if p.requires_grad]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 class ReachedParameters:

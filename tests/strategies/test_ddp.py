@@ -274,6 +274,117 @@ def rank_reuse() -> Any:
     return apart(ours(strategy), ours(strategy))
 
 
+def two_views(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    return model(x).square().mean(), (model(2 * x) - 1).square().mean()
+
+
+def bare_two_views(window: int = 1) -> Tensor:
+    """The parameters after 3 steps on the sum of both views' losses, in one process, in plain PyTorch."""
+    model, (x, _) = Net(), data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        for low in range(0, 8 * window, 8):
+            (sum(two_views(model, x[low : low + 8])) / window).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+def backwards(kind: str, engine: Engine, model: nn.Module, x: Tensor) -> None:
+    """Run the backward passes of both views in this order; the results are the same."""
+    if kind == "forward, forward, backward, backward":
+        one, two = two_views(model, x)
+        engine.backward(one)
+        engine.backward(two)
+    elif kind == "forward, backward, backward":
+        out = model(torch.cat([x, 2 * x]))
+        engine.backward(out[: len(x)].square().mean(), retain_graph=True)
+        engine.backward((out[len(x) :] - 1).square().mean())
+    elif kind == "forward, backward, forward, backward":
+        engine.backward(model(x).square().mean())
+        engine.backward((model(2 * x) - 1).square().mean())
+    elif kind == "backward_by":
+        one, two = two_views(model, x)
+        weight = 1.0 / engine.accumulate_grad_batches
+        engine.backward_by(one, lambda root: (root.backward(), (two * weight).backward()))
+    else:
+        engine.backward(sum(two_views(model, x)))
+
+
+def later_passes(kind: str, window: int, **settings: Any) -> list[float]:
+    """The distance from one process, between the ranks, and how often gradients were averaged outside of backward passes."""
+    engine = Engine(accelerator="cpu", strategy=DDP(**settings), accumulate_grad_batches=window)
+    model, optimizer = engine.prepare(plain := Net(), torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+    x, rank, averaged = data()[0], engine.process_index, 0
+    for _ in range(3):
+        for low in range(0, 8 * window, 8):
+            with engine.accumulate(model):
+                backwards(kind, engine, model, x[low : low + 8][rank::2])
+                averaged += engine.strategy.unreduced
+                optimizer.step()
+                optimizer.zero_grad()
+    parts = engine.gather(flat(plain)).view(2, -1)
+    return [apart(parts[0], bare_two_views(window)), apart(parts[0], parts[1]), averaged]
+
+
+ORDERS = [
+    "forward, forward, backward, backward",
+    "forward, backward, backward",
+    "backward_by",
+    "forward, backward, forward, backward",
+    "one backward",
+]
+
+
+def rank_later_passes() -> Any:
+    found = {f"{kind}, {window}": later_passes(kind, window) for kind in ORDERS for window in (1, 2)}
+    found["view"] = later_passes(ORDERS[0], 1, gradient_as_bucket_view=True)
+    found["unused"] = later_passes(ORDERS[1], 2, find_unused_parameters=True)
+    found["static"] = later_passes(ORDERS[1], 2, static_graph=True)
+    return found
+
+
+def rank_adversaries() -> Any:
+    """A generator's forward pass comes before the critic's backward pass, which does not reach it: DDP reduces all passes."""
+    engine = Engine(accelerator="cpu")
+    torch.manual_seed(3)
+    one, two = nn.Linear(2, 2), nn.Linear(2, 1)
+    generator, for_generator = engine.prepare(one, torch.optim.SGD(one.parameters(), lr=0.1))
+    critic, for_critic = engine.prepare(two, torch.optim.SGD(two.parameters(), lr=0.1))
+    averaged = []
+    for step in range(3):
+        made = generator(torch.full((2, 2), 1.0 + step + engine.process_index))
+        engine.backward(critic(made.detach()).square().mean())
+        for_critic.step()
+        for_critic.zero_grad()
+        engine.backward(-critic(made).mean(), retain_graph=step == 2)
+        averaged.append(engine.strategy.unreduced)
+        if step == 2:  # both models once more, from the same forward passes
+            loss = critic(made).square().mean()
+            engine.backward(loss, retain_graph=True)
+            engine.backward(loss * 2)
+            averaged.append(engine.strategy.unreduced)
+        for_generator.step()
+        for optimizer in (for_generator, for_critic):
+            optimizer.zero_grad()
+    weights = engine.gather(torch.cat([flat(one), flat(two)])).view(2, -1)
+    return [averaged, apart(weights[0], weights[1])]
+
+
+class OwnBackward(Half):
+    """Its backward pass is two."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def rank_own_backward() -> Any:
+    module = OwnBackward(lambda module, out, i, batch: out.mean())
+    fit(module, [torch.full((2, 1), 1.0 + 2 * i) for i in range(4)])
+    return module.w.item()
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     return ranks_of_file(__file__, 2)
@@ -337,6 +448,33 @@ def test_a_module_with_nothing_to_train_runs(found: Any) -> None:
 
 def test_a_strategy_object_can_be_used_again(found: Any) -> None:
     assert found["reuse"] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("order", ORDERS)
+def test_each_backward_pass_is_reduced(found: Any, order: str, window: int) -> None:
+    for expected, other, averaged in (rank[f"{order}, {window}"] for rank in found["later_passes"]):
+        assert expected < 1e-6
+        assert other == 0.0
+        assert averaged == (3 if order in ORDERS[:3] else 0)
+
+
+@pytest.mark.parametrize("setting", ["view", "unused", "static"])
+def test_each_backward_pass_is_reduced_with_settings_of_ddp(found: Any, setting: str) -> None:
+    for expected, other, averaged in (rank[setting] for rank in found["later_passes"]):
+        assert expected < 1e-6
+        assert other == 0.0
+        # With a static graph torch reduces in the first micro-batch of all, too.
+        assert averaged == (4 if setting == "static" else 3)
+
+
+def test_passes_of_two_models_are_told_apart(found: Any) -> None:
+    assert found["adversaries"] == [[[False, False, False, True], 0.0]] * 2
+
+
+def test_a_backward_pass_of_the_module_may_be_two(found: Any) -> None:
+    # Batches 1 and 3, then 5 and 7: the gradients are 2 * 2 and 2 * 6, the rates 1 and 0.5.
+    assert found["own_backward"] == [-10.0, -10.0]
 
 
 # -- on one process ---------------------------------------------------------------------------------------------------------------
