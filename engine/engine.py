@@ -34,6 +34,7 @@ from engine.prepared import Prepared, raw
 from engine.step import gradients, missing_loss, own_loop
 from engine.step.autocast_forward import AutocastForward
 from engine.step.gradients import Loss
+from engine.step.optimizer_random import OptimizerRandom
 from engine.step.optimizer_step import Optimizers
 from engine.step.passes import Passes
 from engine.step.precision import Precision
@@ -134,7 +135,8 @@ class Engine:
         self._stepped: tuple[list[Any], list[Any]] = [], []  # the latest step's optimizers: arguments, unwrapped
         data_seed = collectives.gather_json(self.group, torch.initial_seed() if seed is None else seed)[0]
         self.precision.check(self.group.device)
-        self.prepared = Prepared(self.strategy, self._stepper, data_seed, models)
+        optimizer_random = OptimizerRandom(self.strategy, data_seed)
+        self.prepared = Prepared(self.strategy, self._stepper, data_seed, optimizer_random, models)
         """The objects prepared by this engine."""
         self.models: Sequence[nn.Module] = models
         """Every prepared model, as :meth:`prepare` returned it."""
@@ -236,6 +238,7 @@ class Engine:
             raise ValueError(f"{type(optimizer).__name__} has no parameters: give it model.parameters()")
         self.strategy.repoint(optimizer)
         self._stepper.add(optimizer)
+        self.prepared.optimizer_random.add(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Wrap a scheduler, so that it steps only when the optimizer has stepped."""
@@ -297,6 +300,7 @@ class Engine:
         self._float8_layers.restore()
         self._batch_norms.restore()
         self._stepper.leave()
+        self.prepared.optimizer_random.leave()
         self.prepared.forget()
 
     # -- a step ---------------------------------------------------------------------------------------------------------------------------
