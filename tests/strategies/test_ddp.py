@@ -443,24 +443,26 @@ def test_a_strategy_object_can_be_used_again(found: Any) -> None:
 def test_replicas_draw_alike_in_a_step_and_on_after_a_resume(found: Any) -> None:
     (resumed, half, weights), other = found["draws_in_fit"]
     assert weights == other[-1]
-    assert [resumed, other[0]] == [0.0, 0.0] and half > 1e-3
+    assert [resumed, other[0]] == [0.0, 0.0]
+    assert half > 1e-3
 
 
 def test_replicas_draw_alike_in_a_loop_of_ones_own(found: Any) -> None:
     one, other = found["draws"]
     assert one == other  # weights, and torch's numbers in each step
     assert one["resumed"]["weights"] == one["whole"]["weights"]
-    assert (
-        one["half"]["drawn"] + one["resumed"]["drawn"] == one["whole"]["drawn"] and len(set(one["whole"]["drawn"])) == 4
-    )
+    assert one["half"]["drawn"] + one["resumed"]["drawn"] == one["whole"]["drawn"]
+    assert len(set(one["whole"]["drawn"])) == 4
     assert one["skip"]["weights"] == one["half"]["weights"]
     assert all(one[name]["own"] for name in one)  # the ranks' own numbers go on as if the step had drawn none
 
 
 def test_a_closure_draws_the_ranks_own_numbers(found: Any) -> None:
     (inside, drawn, left_alone, hooked), other = found["closure"]
-    assert inside and other[0]
-    assert drawn == other[1] and len(set(drawn)) == 2
+    assert inside
+    assert other[0]
+    assert drawn == other[1]
+    assert len(set(drawn)) == 2
     assert [left_alone, hooked] == [False, True]
 
 

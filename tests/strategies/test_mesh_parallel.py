@@ -415,7 +415,8 @@ def test_a_rank_holds_half_of_what_is_planned(found: Any) -> None:
 
 def test_ranks_draw_alike_for_parameters_that_they_share(found: Any) -> None:
     (whole, stage, words), other = found["drawn"]
-    assert whole and whole == other[0]
+    assert whole
+    assert whole == other[0]
     assert stage != other[1]
     assert "Noisy draws random numbers in its step, and stages of the pipeline share a parameter" in words == other[2]
 
