@@ -34,6 +34,7 @@ from engine.prepared import Prepared, raw
 from engine.step import gradients, missing_loss, own_loop
 from engine.step.autocast_forward import AutocastForward
 from engine.step.gradients import Loss
+from engine.step.optimizer_random import OptimizerRandom
 from engine.step.optimizer_step import Optimizers
 from engine.step.passes import Passes
 from engine.step.precision import Precision
@@ -134,7 +135,8 @@ class Engine:
         self._stepped: tuple[list[Any], list[Any]] = [], []  # the latest step's optimizers: arguments, unwrapped
         data_seed = collectives.gather_json(self.group, torch.initial_seed() if seed is None else seed)[0]
         self.precision.check(self.group.device)
-        self.prepared = Prepared(self.strategy, self._stepper, data_seed, models)
+        optimizer_random = OptimizerRandom(self.strategy, data_seed)
+        self.prepared = Prepared(self.strategy, self._stepper, data_seed, optimizer_random, models)
         """The objects prepared by this engine."""
         self.models: Sequence[nn.Module] = models
         """Every prepared model, as :meth:`prepare` returned it."""
@@ -236,6 +238,7 @@ class Engine:
             raise ValueError(f"{type(optimizer).__name__} has no parameters: give it model.parameters()")
         self.strategy.repoint(optimizer)
         self._stepper.add(optimizer)
+        self.prepared.optimizer_random.add(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Wrap a scheduler, so that it steps only when the optimizer has stepped."""
@@ -297,6 +300,7 @@ class Engine:
         self._float8_layers.restore()
         self._batch_norms.restore()
         self._stepper.leave()
+        self.prepared.optimizer_random.leave()
         self.prepared.forget()
 
     # -- a step ---------------------------------------------------------------------------------------------------------------------------
@@ -418,8 +422,12 @@ class Engine:
     ) -> Tensor | None:
         """Scale the gradients to a global norm (``norm_type``: 2, 1, inf) of at most ``max_norm``.
 
-        Return the norm before clipping, shape ``()``; ``None`` inside a window, and under DeepSpeed, which clips in its step.
+        Return the norm before clipping, shape ``()``; ``None`` inside a window, and under DeepSpeed, which clips in its step. ``inf`` clips nothing.
+
+        Raises:
+            ValueError: ``max_norm`` is 0, negative or NaN. To train without clipping, leave the call out.
         """
+        gradients.check_limit("clip_grad_norm_(max_norm", max_norm)
         return (
             self._stepper.early.clip_norm(gradients.listed(parameters), max_norm, norm_type)
             if self.sync_gradients
@@ -437,7 +445,12 @@ class Engine:
         return self._stepper.early.named_norms(self.unwrap_model(model), norm_type, optimizers)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clamp each gradient element to [-clip_value, clip_value]."""
+        """Clamp each gradient element to [-clip_value, clip_value].
+
+        Raises:
+            ValueError: ``clip_value`` is 0, negative or NaN. To train without clipping, leave the call out.
+        """
+        gradients.check_limit("clip_grad_value_(clip_value", clip_value)
         if self.sync_gradients:
             self._stepper.early.clip_values(gradients.listed(parameters), clip_value)
 
@@ -458,7 +471,9 @@ class Engine:
 
         Raises:
             FloatingPointError: a gradient is not finite.
+            ValueError: a limit is 0, negative or NaN.
         """
+        _check_limits(max_norm, max_value)
         raw_optimizers = [raw(o) for o in optimizers]
         if inside:
             self._stepper.finish_inside(raw_optimizers, max_norm=max_norm, max_value=max_value)
@@ -484,7 +499,12 @@ class Engine:
             max_norm, max_value: clip the global 2-norm to ``max_norm``, each element to [-max_value, max_value].
             then: called with ``True`` when the step was applied, with ``False`` when it was skipped because a gradient was not finite. The call
                 comes as soon as that is known: with fused optimizers on CUDA at the next step or :meth:`settle`.
+
+        Raises:
+            ValueError: a limit is 0, negative or NaN.
         """
+        if (max_norm is not None and not max_norm > 0) or (max_value is not None and not max_value > 0):
+            _check_limits(max_norm, max_value)
         if optimizers != self._stepped[0]:  # usually the same list in every step
             self._stepped = list(optimizers), [raw(o) for o in optimizers]
         self._stepper.step(self._stepped[1], max_norm=max_norm, max_value=max_value, then=then)
@@ -724,6 +744,14 @@ class Engine:
     def before_step(self, function: Callable[[], None]) -> None:
         """Call ``function`` once, before the next optimizer step; functions that were passed before are called too."""
         self._stepper.before_step(function)
+
+
+def _check_limits(max_norm: float | None, max_value: float | None) -> None:
+    """Check the limits of a step's clipping; ``None``: no clipping."""
+    if max_norm is not None:
+        gradients.check_limit("step(max_norm", max_norm)
+    if max_value is not None:
+        gradients.check_limit("step(max_value", max_value)
 
 
 def _is_scheduler(item: Any) -> bool:

@@ -80,7 +80,9 @@ class EngineSnapshot:
         Args:
             loaders: each loader's position in its data.
         """
+        random = self._prepared.optimizer_random.state_dict()
         return {
+            **({} if random is None else {"optimizer_random": random}),
             "seed": self._prepared.seed,
             "schedulers": [scheduler.state_dict() for scheduler in trained.schedulers],
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
@@ -165,6 +167,8 @@ class EngineSnapshot:
                 state = fitting(state, strategy.optimizer_parts(optimizer, module), shapes, source)
             load = partial(strategy.load_optimizer, optimizer, module, source=source)
             loaded.load_into(f"optimizer {index} ({type(optimizer).__name__})", load, state)
+        if loaded.shared.get("optimizer_random") is not None:
+            self._prepared.optimizer_random.load_state_dict(loaded.shared["optimizer_random"])
         for index, state in enumerate(loaded.shared["schedulers"]):
             load_scheduler(loaded, index, trained.schedulers[index], state)
         if how.hyperparameters == "configured":

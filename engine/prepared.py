@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from engine.data.loader import PreparedLoader
 from engine.distributed.group import Group
+from engine.step.optimizer_random import OptimizerRandom
 from engine.step.optimizer_step import Stepper
 from engine.step.window import Window
 from engine.step.wrappers import PreparedOptimizer, PreparedScheduler
@@ -26,6 +27,8 @@ class Prepared:
     stepper: Stepper
     seed: int
     """The seed of the data order."""
+    optimizer_random: OptimizerRandom
+    """Gives optimizers that draw random numbers in their steps the same ones where ranks hold the same values."""
     models: list[nn.Module] = field(default_factory=list)
     """The models as ``Engine.prepare_model`` returned them."""
     schedulers: list[PreparedScheduler] = field(default_factory=list)

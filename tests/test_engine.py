@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -250,6 +251,37 @@ def test_clipping_sees_the_true_gradient(precision: str) -> None:
     assert norms[0] is None
     assert norms[1].item() == pytest.approx(0.375)
     assert model.weight.item() == pytest.approx(-0.125, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        (-1.0, "=-1.0) turns the gradients round"),
+        (float("nan"), "=nan) makes the gradients NaN"),
+        (
+            0,
+            "=0) sets every gradient to 0, so that nothing is trained: give a number above 0. To train without clipping, leave",
+        ),
+        (torch.tensor(-2.0), "turns the gradients round"),
+        (None, "=None) must be a number above 0"),
+    ],
+)
+def test_limits_that_ruin_gradients_are_refused(limit: Any, words: str) -> None:
+    engine = Engine(accelerator="cpu", accumulate_grad_batches=2)
+    model, optimizer = engine.prepare(plain := nn.Linear(2, 1), torch.optim.SGD(plain.parameters(), lr=1.0))
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.clip_grad_norm_(model.parameters(), limit),
+        lambda: engine.clip_grad_value_(model.parameters(), limit),
+    ]
+    if limit is not None:
+        calls += [lambda: engine.step([optimizer], max_norm=limit), lambda: engine.step([optimizer], max_value=limit)]
+        calls += [lambda: engine.finish_gradients([optimizer], max_norm=limit)]
+    with engine.accumulate(model):  # not the window's last micro-batch
+        engine.backward(model(torch.ones(1, 2)).mean())
+        for call in calls:
+            with pytest.raises((ValueError, TypeError), match=re.escape(words)):
+                call()
+        engine.clip_grad_norm_(model.parameters(), float("inf"))
 
 
 def test_value_clipping_takes_a_single_tensor() -> None:

@@ -3,6 +3,7 @@
 ``state/shared``, the same on all ranks::
 
     seed, schedulers, scaler, window, registered
+    optimizer_random                    the seed and the numbers of steps of optimizers that draw random numbers in their steps
     loaders                             {"epoch", "position"[, "order"]} of each loader; a run saves only its training loader
 
 ``state/rank=...``, each rank's own::
@@ -40,6 +41,7 @@ SHARED_FORM = {
     "order": (str, None),
     "schedulers": [dict],
     "scaler": (dict, None),
+    "optimizer_random": ({"seed": range(1 << 64), "steps": [COUNT]}, None),
     "window": ({"scalars": bool, "reference": (*NUMBER, None)}, None),
     "metrics": dict,
     "elapsed_s": NUMBER,

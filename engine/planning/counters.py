@@ -30,7 +30,8 @@ class OperationCounter:
         outputs, inputs = leaves(result), leaves((args, kwargs))
         if not outputs and not inputs:
             return
-        formula = _FORMULAS.get(operator.name()) or torch_private.flops_of(operator.overloadpacket)
+        name = operator._schema.name.removesuffix("_")  # a product in place (aten::addmm_) has the formula of the other
+        formula = _FORMULAS.get(name) or torch_private.flops_of(name)
         flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
         moved = {id(t): t.numel() * t.element_size() for t in (*inputs, *outputs)}
         dtype = str((inputs or outputs)[0].dtype).removeprefix("torch.")
@@ -81,12 +82,30 @@ def _grouped(rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> int:
     return 2 * rows.numel() * matrices.shape[-1]
 
 
+def _batched(matrices: Tensor, others: Tensor, *_: Any, **__: Any) -> int:
+    """FLOPs of the products of matrices [batch, n, m] and [batch, m, p]."""
+    return 2 * matrices.numel() * others.shape[-1]
+
+
+def _vector(matrix: Tensor, vector: Tensor, *_: Any, **__: Any) -> int:
+    """FLOPs of the product of a matrix and a vector."""
+    return 2 * matrix.numel()
+
+
+def _added(product: Callable[..., int]) -> Callable[..., int]:
+    """The formula of an operator that adds the ``product`` to its first argument."""
+    return lambda summand, *args, **kwargs: product(*args, **kwargs)
+
+
 _FORMULAS: dict[str, Callable[..., int]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "aten::mkldnn_rnn_layer": _recurrent,
     "aten::mkldnn_rnn_layer_backward": _recurrent_backward,
     "aten::_grouped_mm": _grouped,
+    "aten::mv": _vector,
+    "aten::addmv": _added(_vector),
+    "aten::addbmm": _added(_batched),
 }
 """FLOPs of operators that torch's table lacks. A plan meets some of them because it computes on the CPU."""
 

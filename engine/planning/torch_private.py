@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -132,9 +133,11 @@ def group_of(name: Any) -> dist.ProcessGroup:
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
-def flops_of(packet: Any) -> Callable[..., int] | None:
-    """The formula for the FLOPs of an operator (a multiplication and an addition are two); ``None``: torch has none."""
-    formula: Any = flop_registry.get(packet)
+@functools.cache
+def flops_of(name: str) -> Callable[..., int] | None:
+    """The formula for the FLOPs of an operator (``"aten::mm"``; a multiplication and an addition are two); ``None``: torch has none."""
+    namespace, _, operator = name.partition("::")
+    formula: Any = flop_registry.get(getattr(getattr(torch.ops, namespace), operator, None))
     return formula
 
 

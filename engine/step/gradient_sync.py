@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,15 @@ from torch.optim import Optimizer
 
 from engine.distributed.group import Group
 from engine.step.gradients import traces
+
+
+class StepStream(NamedTuple):
+    """The stream of random numbers from which an optimizer draws in its steps on this rank."""
+
+    number: int
+    """Equal on ranks that hold the same values, and different on others."""
+    obstacle: str = ""
+    """Why ranks with this stream would not draw alike, as the middle of a message; empty if they do."""
 
 
 class GradientSync:
@@ -80,3 +89,10 @@ class GradientSync:
     def agree(self, flag: Tensor) -> Tensor:
         """The maximum of a flag over all ranks, for example 1.0 where a gradient is not finite and else 0.0."""
         return flag
+
+    def step_stream(self, optimizer: Optimizer) -> StepStream | None:
+        """The stream from which the optimizer draws random numbers in its steps; ``None``: from the rank's own numbers. Asked at its first step."""
+        return None
+
+    def explain_step_error(self, optimizer: Optimizer, error: Exception) -> None:
+        """Raise a clearer error for one that the optimizer's first step has raised, if there is more to say."""

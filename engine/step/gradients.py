@@ -15,6 +15,8 @@ from engine.utils.parameters import parameters_of
 from engine.utils.torch_private import multiply, register_dataclass
 from engine.utils.tree import full_tensor
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class Loss:
@@ -98,6 +100,30 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 def listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
     """The tensors as a list. Like torch's clipping functions, this accepts a single tensor or an iterable."""
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def check_limit(argument: str, limit: Any) -> None:
+    """Check a limit for gradients. A tensor on a device is not looked at, which would wait for the device.
+
+    Args:
+        argument: the call and its argument in messages, such as ``"clip_grad_norm_(max_norm"``.
+
+    Raises:
+        TypeError: ``limit`` is not a number.
+        ValueError: it is 0, negative or NaN.
+    """
+    if isinstance(limit, (bool, str)) or not hasattr(limit, "__float__"):
+        raise TypeError(f"{argument}={limit!r}) must be a number above 0")
+    if getattr(limit, "device", CPU) != CPU or (number := float(limit)) > 0:
+        return
+    effect = (
+        "sets every gradient to 0, so that nothing is trained"
+        if number == 0
+        else "turns the gradients round"
+        if number < 0
+        else "makes the gradients NaN"
+    )
+    raise ValueError(f"{argument}={limit!r}) {effect}: give a number above 0. To train without clipping, leave it out")
 
 
 def traces(optimizers: Sequence[Optimizer]) -> list[tuple[Any, int]]:

@@ -18,7 +18,7 @@ from engine.checkpoint.tensor_files import Stored
 from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce, maximum_over_ranks
 from engine.distributed.group import Group
-from engine.step.gradient_sync import GradientSync
+from engine.step.gradient_sync import GradientSync, StepStream
 from engine.step.missing_loss import zero_with_graph
 from engine.step.optimizer_step import Stepper
 from engine.step.passes import Passes
@@ -244,6 +244,9 @@ class Strategy(GradientSync):
         broadcast_from_rank_0(
             self.loss_group, [b for b in module.buffers() if not b.is_meta and not hasattr(b, "placements")]
         )
+
+    def step_stream(self, optimizer: Optimizer) -> StepStream | None:
+        return StepStream(0) if self.group.world_size > 1 else None
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Average gradients over the ranks now, for loops that decide when to step (manual optimization)."""

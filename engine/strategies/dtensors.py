@@ -40,6 +40,30 @@ def shard_count(tensor: Tensor) -> int:
     return count
 
 
+def sharded_axes(tensors: Iterable[Tensor]) -> set[str]:
+    """The names of the mesh's axes along which every one of the tensors is sharded: ranks that differ there have no element in common."""
+    axes: set[str] | None = None
+    for tensor in tensors:
+        names: set[str] = set()
+        if isinstance(tensor, DTensor):
+            pairs = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False)
+            names = {name for name, placement in pairs if placement.is_shard() or is_strided_shard(placement)}
+        axes = names if axes is None else axes & names
+    return axes or set()
+
+
+def is_uneven(tensor: Tensor) -> bool:
+    """Whether the shards of a tensor have different sizes on different ranks."""
+    if not isinstance(tensor, DTensor):
+        return False
+    parts: dict[int, int] = {}
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_shard() or is_strided_shard(placement):
+            dim = placement.dim  # type: ignore[attr-defined]
+            parts[dim] = parts.get(dim, 1) * tensor.device_mesh.size(axis)
+    return any(tensor.shape[dim] % count for dim, count in parts.items())
+
+
 @torch.no_grad()
 def full_state(group: Group, tree: Any, keep: bool) -> Any:
     """``tree`` with full tensors on the CPU. Every rank calls this; ranks without ``keep`` get ``{}``. Tensors are gathered one by one.

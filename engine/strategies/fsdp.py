@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,7 @@ from engine.checkpoint.tensor_files import Stored
 from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce, gather_json
 from engine.distributed.group import Group
+from engine.step.gradient_sync import StepStream
 from engine.strategies import deferred_init, dtensors, sharded_norms
 from engine.strategies.base import Strategy, broadcast_from_rank_0, class_name, sum_over_ranks
 from engine.strategies.mesh import degrees, make_mesh
@@ -352,6 +353,34 @@ class FSDP(Strategy):
     def _holders(self, grad: Tensor) -> int:
         """The number of ranks that have a shard or a copy of this gradient."""
         return self.group.world_size
+
+    def step_stream(self, optimizer: Optimizer) -> StepStream | None:
+        if self.group.world_size == 1:
+            return None
+        parameters = [p for p in parameters_of([optimizer]) if not p.is_meta]
+        differing = dtensors.sharded_axes(parameters) | {"pp"}
+        number, coordinates = 0, self._coordinates()
+        for name, size in self._sizes.items():
+            if name in differing:
+                number = number * size + coordinates[name]
+        return StepStream(number, self._draw_obstacle(parameters, differing))
+
+    def _coordinates(self) -> dict[str, int]:
+        """This rank's index along each axis of the mesh."""
+        rest, coordinates = self.group.rank, {}
+        for name in reversed(self._sizes):
+            rest, coordinates[name] = divmod(rest, self._sizes[name])
+        return coordinates
+
+    def _draw_obstacle(self, parameters: Sequence[Tensor], differing: Set[str]) -> str:
+        """Why ranks that hold copies of some of the parameters would draw different numbers for them; empty if they would not.
+
+        Args:
+            differing: the axes along which ranks draw from different streams.
+        """
+        if "dp_shard" not in differing and any(map(dtensors.is_uneven, parameters)):
+            return "each rank has whole parameters beside shards whose sizes differ between the ranks (FSDP(ignore=...), or shared by blocks)"
+        return ""
 
     def agree(self, flag: Tensor) -> Tensor:
         largest: Tensor = all_reduce(self.group, flag, "max")

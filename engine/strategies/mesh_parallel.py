@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -212,6 +212,12 @@ class MeshParallel(FSDP):
     def _holders(self, grad: Tensor) -> int:
         copies = 1 if self._stages is None else next((count for p, _, count in self._stages.tied if p.grad is grad), 1)
         return self.group.world_size // self._sizes["pp"] * copies
+
+    def _draw_obstacle(self, parameters: Sequence[Tensor], differing: Set[str]) -> str:
+        tied = set() if self._stages is None else {id(p) for p, _, _ in self._stages.tied}
+        if any(id(p) in tied for p in parameters):
+            return "stages of the pipeline share a parameter"
+        return super()._draw_obstacle(parameters, differing)
 
     # -- the pipeline -----------------------------------------------------------------------------------------------------------
 

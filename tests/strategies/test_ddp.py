@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.drawing import Noisy
 from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from callbacks import ModelCheckpoint
 from engine import DDP, Engine, Fit, Loss, TrainModule
+from engine.distributed.collectives import gather_json
 
 
 class Net(nn.Module):
@@ -385,6 +389,103 @@ def rank_own_backward() -> Any:
     return module.w.item()
 
 
+class Dropped(TrainModule):
+    """A model with dropout and an optimizer that draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.dropout = Net(), nn.Dropout(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out: Tensor = (self.net(self.dropout(batch[0])) - batch[1]).square().mean()
+        return out
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Noisy(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def one_folder() -> str:
+    """A new folder, the same one on all ranks."""
+    engine = Engine(accelerator="cpu")
+    folder: str = gather_json(engine.group, tempfile.mkdtemp() if engine.is_main_process else None)[0]
+    return folder
+
+
+def rank_draws_in_fit() -> Any:
+    """Weights of ranks, and of a run that is resumed in the middle of an epoch."""
+    folder = one_folder()
+
+    def run(steps: int, resume: str | None = None) -> Tensor:
+        torch.rand(1)  # other numbers before the run
+        module = Dropped()
+        saves = ModelCheckpoint(every="3 steps")
+        fit = Fit(accelerator="cpu", max_steps=steps, seed=1, root_dir=folder, callbacks=[saves], strategy="ddp")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fit.run(module, DataLoader(TensorDataset(*data()), batch_size=2, shuffle=True), resume=resume)
+        return flat(module)
+
+    whole, half = run(6), run(3)
+    resumed = run(6, resume="last")
+    return [apart(whole, resumed), apart(whole, half), whole.tolist()]
+
+
+def rank_draws() -> Any:
+    """The same in a loop with ``Engine``."""
+    folder = one_folder()
+
+    def loop(steps: int, load: bool = False, **options: Any) -> Any:
+        engine = Engine(accelerator="cpu", seed=3, **options)
+        torch.manual_seed(engine.process_index)  # each rank has its own numbers
+        plain = Net()
+        inner = Noisy(plain.parameters())
+        model, optimizer = engine.prepare(plain, inner)
+        scheduler = engine.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9))
+        if load:
+            engine.load_state(f"{folder}/half")
+        start, own = torch.get_rng_state(), torch.rand(2).tolist()
+        torch.set_rng_state(start)
+        for _ in range(steps):
+            engine.backward(model(torch.ones(2, 3)).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if steps == 2 and not load:
+            engine.save_state(f"{folder}/half")
+        facts = {"weights": flat(plain).tolist(), "drawn": inner.drawn, "own": own == torch.rand(2).tolist()}
+        engine.release()
+        return facts
+
+    whole, half = loop(4), loop(2)
+    return {"whole": whole, "half": half, "resumed": loop(2, load=True), "skip": loop(2, on_nonfinite="skip")}
+
+
+def rank_closure() -> Any:
+    """The numbers that the closure and the step draw, and the class of torch's own, which is left alone."""
+    engine = Engine(accelerator="cpu", seed=3)
+    torch.manual_seed(engine.process_index)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(engine.process_index)
+    plain, inside = Net(), []
+    inner, own = Noisy(plain.parameters()), torch.optim.AdamW(plain.parameters())
+    hooked = torch.optim.AdamW(plain.parameters())
+    hooked.register_step_pre_hook(lambda *_: None)
+    model, optimizer, _, _ = engine.prepare(plain, inner, own, hooked)
+    torch.manual_seed(engine.process_index)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        inside.append(torch.rand(1).item())
+        loss: Tensor = model(torch.ones(2, 3)).square().mean()
+        engine.backward(loss)
+        return loss
+
+    optimizer.step(closure)
+    optimizer.step(closure)
+    return [inside == expected, inner.drawn, "step" in vars(own), "step" in vars(hooked)]
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     return ranks_of_file(__file__, 2)
@@ -475,6 +576,32 @@ def test_passes_of_two_models_are_told_apart(found: Any) -> None:
 def test_a_backward_pass_of_the_module_may_be_two(found: Any) -> None:
     # Batches 1 and 3, then 5 and 7: the gradients are 2 * 2 and 2 * 6, the rates 1 and 0.5.
     assert found["own_backward"] == [-10.0, -10.0]
+
+
+def test_replicas_draw_alike_in_a_step_and_on_after_a_resume(found: Any) -> None:
+    (resumed, half, weights), other = found["draws_in_fit"]
+    assert weights == other[-1]
+    assert [resumed, other[0]] == [0.0, 0.0]
+    assert half > 1e-3
+
+
+def test_replicas_draw_alike_in_a_loop_of_ones_own(found: Any) -> None:
+    one, other = found["draws"]
+    assert one == other  # weights, and torch's numbers in each step
+    assert one["resumed"]["weights"] == one["whole"]["weights"]
+    assert one["half"]["drawn"] + one["resumed"]["drawn"] == one["whole"]["drawn"]
+    assert len(set(one["whole"]["drawn"])) == 4
+    assert one["skip"]["weights"] == one["half"]["weights"]
+    assert all(one[name]["own"] for name in one)  # the ranks' own numbers go on as if the step had drawn none
+
+
+def test_a_closure_draws_the_ranks_own_numbers(found: Any) -> None:
+    (inside, drawn, left_alone, hooked), other = found["closure"]
+    assert inside
+    assert other[0]
+    assert drawn == other[1]
+    assert len(set(drawn)) == 2
+    assert [left_alone, hooked] == [False, True]
 
 
 # -- on one process ---------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.drawing import Noisy
 from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -421,9 +422,58 @@ def rank_complex() -> Any:
     return found
 
 
+def drawn(strategy: Any, folder: str, steps: int, load: bool = False, width: int = 8) -> Any:
+    """Train with an optimizer that draws; return the model's weights, the whole parameters of this rank, and torch's number in each step."""
+    engine = Engine(accelerator="cpu", strategy=strategy, seed=4)
+    torch.manual_seed(5)  # the same numbers on all ranks, as scripts have them
+    layers = nn.Sequential(Block(), Block(), nn.Linear(8, width))
+    inner = Noisy(layers.parameters())
+    model, optimizer = engine.prepare(layers, inner)
+    if load:
+        engine.load_state(f"{folder}/half")
+    for _ in range(steps):
+        engine.backward(model(data()).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    if steps == 2 and not load:
+        engine.save_state(f"{folder}/half")
+    whole = [p.flatten().tolist() for p in layers.parameters() if not isinstance(p, DTensor)]
+    engine.release()
+    return [flat(layers).tolist(), whole, inner.drawn]
+
+
+def rank_drawn() -> Any:
+    with tempfile.TemporaryDirectory() as own_folder:
+        group = Engine(accelerator="cpu").group
+        folder = gather_json(group, own_folder)[0]
+        found: Any = {"whole": drawn("fsdp", folder, 4), "half": drawn("fsdp", folder, 2)}
+        found["resumed"] = drawn("fsdp", folder, 2, load=True)
+        found["ignored"] = drawn(FSDP(ignore="2.*"), folder, 3)
+        with pytest.raises(
+            ValueError, match="Noisy draws random numbers in its step, and each rank has whole parameters"
+        ):
+            drawn(FSDP(ignore="0.*"), folder, 3, width=7)
+        group.barrier()
+    return found
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     return ranks_of_file(__file__, 2)
+
+
+def test_shards_draw_differently_and_on_after_a_resume(found: Any) -> None:
+    one, other = found["drawn"]
+    assert one["whole"][0] == one["resumed"][0]
+    for rank in (one, other):
+        assert rank["half"][2] + rank["resumed"][2] == rank["whole"][2]
+    assert not set(one["whole"][2]) & set(other["whole"][2])
+
+
+def test_what_fsdp_ignores_draws_alike(found: Any) -> None:
+    one, other = found["drawn"]
+    assert one["ignored"] == other["ignored"]
+    assert len(one["ignored"][1]) == 2
 
 
 def test_complex_parameters(found: Any) -> None:

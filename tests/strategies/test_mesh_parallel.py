@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
+from support.drawing import Noisy
 from support.ranks import ranks_of_file, run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -303,6 +304,33 @@ def rank_hugging_face() -> Any:
     return [outs[0][0], outs[1][0], (outs[0][1] - outs[1][1]).abs().max().item(), placed]
 
 
+def rank_drawn() -> Any:
+    """What an optimizer that draws makes of parameters that both ranks have, and the error where stages share one."""
+    engine = Engine(accelerator="cpu", strategy=MeshParallel(tp=2), seed=1)
+    torch.manual_seed(engine.process_index)
+    model = engine.prepare(Net())
+    inner = Noisy(model.parameters())
+    optimizer = engine.prepare(inner)
+    for _ in range(2):
+        engine.backward(F.cross_entropy(model(data()[0]), data()[1]))
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = [p.flatten().tolist() for p in model.parameters() if not hasattr(p, "placements")]
+    engine.release()
+
+    def staged(kind: Any, **settings: Any) -> Noisy:
+        engine = Engine(accelerator="cpu", strategy=MeshParallel(pp=2, **settings), seed=1)
+        model = engine.prepare(kind())
+        inner = Noisy([p for p in model.parameters() if not p.is_meta])
+        optimizer = engine.prepare(inner)
+        engine.forward_backward(lambda part, size: F.cross_entropy(model(part[0]), part[1]), data())
+        optimizer.step()
+        engine.release()
+        return inner
+
+    return [whole, staged(Net, split=["head"]).drawn, message(lambda: staged(Tied))]
+
+
 def rank_refused() -> Any:
     class Plain(TrainModule):
         def __init__(self) -> None:
@@ -383,6 +411,14 @@ def test_a_rank_holds_half_of_what_is_planned(found: Any) -> None:
         assert planned == own / 2
         assert all_of_them == whole - own / 2
         assert state == 2 * all_of_them  # Adam's two moments
+
+
+def test_ranks_draw_alike_for_parameters_that_they_share(found: Any) -> None:
+    (whole, stage, words), other = found["drawn"]
+    assert whole
+    assert whole == other[0]
+    assert stage != other[1]
+    assert "Noisy draws random numbers in its step, and stages of the pipeline share a parameter" in words == other[2]
 
 
 def test_a_rank_holds_its_stage(found: Any) -> None:

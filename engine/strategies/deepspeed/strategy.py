@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from engine.checkpoint.reader import Report, Source, empty_tensor
 from engine.config.settings import Settings
 from engine.distributed.group import Group
+from engine.step.gradient_sync import StepStream
 from engine.step.optimizer_step import Stepper
 from engine.step.precision import Precision
 from engine.step.scaler import Scaler
@@ -367,6 +368,10 @@ class DeepSpeed(Strategy, OwnsStep):
 
     def sum(self, value: Tensor | float) -> Tensor | float:
         return sum_over_ranks(self.group, value)
+
+    def step_stream(self, optimizer: Optimizer) -> StepStream | None:
+        # From stage 1 on each rank steps its own part of the flattened parameters.
+        return StepStream(self.group.rank if self.zero_stage else 0) if self.group.world_size > 1 else None
 
     def _model_of(self, optimizer: Any) -> DrivenModel:
         for model in self._models:
