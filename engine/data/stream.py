@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
+from engine.data.data_states import load_state, stateful, states_of, warn_of_forgetful_samplers
 from engine.data.feed import Feed, MicroBatch
 from engine.data.order import mixed
-from engine.data.user_loaders import altered, end_orphan, end_workers, presharded, stateful
+from engine.data.user_loaders import altered, end_orphan, end_workers, presharded
 from engine.distributed.collectives import gather_json, gather_row
 from engine.distributed.group import Group
 from engine.step.position import shares
@@ -216,15 +216,16 @@ class StreamReader:
         self.data = data
         self.workers: int = getattr(data, "num_workers", 0)
         self.buffers = shuffle_buffers(data)
+        warn_of_forgetful_samplers(data)
         self._iterator: Any = None
 
     def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
         """Start a pass over the data, at ``state`` or at the beginning. Returns the data's iterator, and an iterator over the batches."""
         if state is not None and "data" in state:
-            self.data.load_state_dict(state["data"])
+            load_state(self.data, state["data"])
         iterator = iter(self.data)
         if state is not None and "iterator" in state:
-            iterator.load_state_dict(state["iterator"])
+            load_state(iterator, state["iterator"])
         self._iterator = iterator if stateful(iterator) and not stateful(self.data) else None
         return iterator, _remaining_batches(iterator) if iterator is self.data else iterator
 
@@ -283,7 +284,7 @@ class InProcessReader(StreamReader):
     def next_pass_state(self) -> dict[str, Any] | None:
         if self.buffers or not stateful(self.data.dataset):
             return None
-        return {"workers": 0, "states": [{"dataset": self.data.dataset.state_dict()}]}
+        return {"workers": 0, "states": [states_of(dataset=self.data.dataset)]}
 
     def accepts(self, state: Any) -> bool:
         return "states" in state and state["workers"] == 0
@@ -372,10 +373,10 @@ class TrackedDataset(IterableDataset[Any]):
         if self.over:
             return iter(())
         if state is not None and "dataset" in state:
-            self.dataset.load_state_dict(state["dataset"])
+            load_state(self.dataset, state["dataset"])
         self.iterator = iter(self.dataset)
         if state is not None and "iterator" in state:
-            self.iterator.load_state_dict(state["iterator"])
+            load_state(self.iterator, state["iterator"])
         iterator: Iterator[Any] = self.iterator
         if worker is not None:
             end_orphan()
@@ -424,12 +425,6 @@ class WorkerRole:
         object.__setattr__(info, "dataset", self.dataset.dataset)
         if self.worker_init_fn is not None:
             self.worker_init_fn(role)
-
-
-def states_of(**owners: Any) -> dict[str, Any] | None:
-    """Copies of the states of those ``owners`` that have one; ``None`` if none has."""
-    states = {name: owner.state_dict() for name, owner in owners.items() if stateful(owner)}
-    return copy.deepcopy(states) or None
 
 
 def shuffle_buffers(data: Any) -> list[Any]:
