@@ -29,6 +29,11 @@ def presharded(data: Any) -> bool:
     )
 
 
+def declared_common(data: Any) -> bool:
+    """True if the user says, by ``presharded = False`` on the data or its dataset, that all ranks read the same samples."""
+    return any(getattr(owner, "presharded", None) is False for owner in (data, getattr(data, "dataset", None)))
+
+
 def altered(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """A shallow copy of a user's loader, of its class, with some attributes replaced and no iterator yet.
 
