@@ -470,6 +470,16 @@ class CombinedReader(StreamReader):
     def samples(self, batch: Any) -> int:
         return _samples(self.loader, batch)
 
+    def is_compared(self) -> bool:
+        return all(source is None or source.is_compared() for source in self.sources)
+
+    def compared(self, batch: Any) -> Any:
+        # Members with indices are the same on all ranks, and may be augmented by each in its own way.
+        if self.loader.mode == "sequential":
+            return None if None in self.sources else batch
+        parts = batch.values() if isinstance(batch, dict) else batch
+        return [part for part, source in zip(parts, self.sources, strict=True) if source is not None]
+
     def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
         self.readers = [self._reader(index) for index in range(len(self.feeds))]
         for reader, saved in zip(self.readers, state["members"] if state else (), strict=False):

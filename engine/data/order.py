@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
+from engine.data.data_states import has_state_dict
 from engine.data.deal import WindowRanges
-from engine.data.user_loaders import is_a, presharded, stateful
+from engine.data.user_loaders import is_a, presharded
 from engine.distributed.collectives import broadcast_object, gather_json
 from engine.distributed.group import Group
 from engine.utils.log import warn_once
@@ -306,7 +307,7 @@ class UserSamplerOrder(SampleOrder):
             (generator, seed if randomly_seeded else seed_of(generator)) for generator in generators_of(sampler)
         ]
         self.epoch_listeners = [part for part in nested_samplers(sampler) if callable(getattr(part, "set_epoch", None))]
-        self.stateful = stateful(sampler)
+        self.stateful = has_state_dict(sampler)
         plain = type(sampler).__module__.split(".")[0] in ("torch", "builtins")
         self.replayed = not (plain or self.epoch_listeners or self.stateful)
         self.passes = self.epoch = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,9 +10,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
+from engine.data.data_states import load_state, stateful, states_of, warn_of_forgetful_samplers
 from engine.data.feed import Feed, MicroBatch
 from engine.data.order import mixed
-from engine.data.user_loaders import altered, end_orphan, end_workers, presharded, stateful
+from engine.data.stream_guard import StreamGuard
+from engine.data.user_loaders import altered, declared_common, end_orphan, end_workers, presharded
 from engine.distributed.collectives import gather_json, gather_row
 from engine.distributed.group import Group
 from engine.step.position import shares
@@ -55,6 +56,8 @@ class StreamFeed(Feed):
                 "the ranks shuffle this stream differently, so each would take its batches from another order: give .shuffle() the same seed "
                 "on every rank"
             )
+        # One process, and ranks with data of their own, have nothing to compare.
+        self._guard = None if self.round == 1 else StreamGuard(data, group)
         self._begun = self._ended = False
         self._window_start: Any = None
         """The reader's position before the current window."""
@@ -82,6 +85,8 @@ class StreamFeed(Feed):
         state = state if usable else None
         self._begun, self._ended = True, state is not None and state["ended"]
         self.reader.set_epoch(epoch)
+        if self._guard is not None:
+            self._guard.begin(epoch, self.reader.is_compared())
         batches: Iterator[Any] = iter(())
         if not self._ended:
             saved = state["source"] if state else None
@@ -150,7 +155,7 @@ class StreamFeed(Feed):
     def _windows(self, batches: Iterator[Any], position: int, window: int, end: int | None) -> Iterator[MicroBatch]:
         """Read window after window, exchange the batches' sizes, and yield this rank's micro-batches up to position ``end``."""
         spare: Any = _NOTHING
-        resumed = position > 0
+        resumed, guard, is_first = position > 0, self._guard, self._guard is not None
         while True:
             self._window_start = None if self._ended else self.reader.position()
             own_batches = []
@@ -159,6 +164,9 @@ class StreamFeed(Feed):
                 count = self.round if end is None else min(self.round, max(0, end - position))
                 read = 0
                 for batch in itertools.islice(batches, count):
+                    if is_first and guard is not None:
+                        guard.note_first(self.reader.compared(batch))
+                        is_first = False
                     if read == self.turn or spare is _NOTHING:
                         spare = batch
                     if read == self.turn:
@@ -168,7 +176,7 @@ class StreamFeed(Feed):
                 self._ended = self._ended or read < count
                 if read < self.round:
                     break
-            sizes = self._exchange_sizes([self.reader.samples(batch) or 1 for batch in own_batches], window)
+            sizes = self._exchange_sizes([self.reader.samples(batch) or 1 for batch in own_batches], window, position)
             if not sizes:
                 return
             # This rank's data was exhausted before the resume: any batch of it serves at weight 0.
@@ -181,13 +189,19 @@ class StreamFeed(Feed):
             for j, share in enumerate(shares(sizes, self.group.rank)):
                 yield (own_batches[j] if j < len(own_batches) else spare), share
 
-    def _exchange_sizes(self, sizes: list[int], window: int) -> tuple[tuple[int, ...], ...]:
-        """Exchange this rank's batch sizes in the next window. Returns all as ``[micro-batch][rank]``; empty when every rank is at its end."""
+    def _exchange_sizes(self, sizes: list[int], window: int, position: int) -> tuple[tuple[int, ...], ...]:
+        """Exchange this rank's batch sizes in the next window, and let the guard compare the ranks' ``position`` after it.
+
+        Returns all sizes as ``[micro-batch][rank]``; empty when every rank is at its end.
+        """
         if self.group.world_size == 1:
             return tuple((size,) for size in sizes)
-        row = torch.tensor(sizes + [0] * (window - len(sizes)), dtype=torch.int64)
-        rows = gather_row(self.group, row).t().tolist()
-        return tuple(tuple(micro) for micro in rows if any(micro))
+        columns = [] if self._guard is None else self._guard.columns(position, self._ended)
+        row = torch.tensor(sizes + [0] * (window - len(sizes)) + columns, dtype=torch.int64)
+        rows = gather_row(self.group, row).tolist()
+        if self._guard is not None:
+            self._guard.check([row[window:] for row in rows])
+        return tuple(micro for micro in zip(*(row[:window] for row in rows), strict=True) if any(micro))
 
 
 # -- readers: they read data batch by batch, know the position after each batch, and can start at a position -----------------------------------
@@ -216,15 +230,16 @@ class StreamReader:
         self.data = data
         self.workers: int = getattr(data, "num_workers", 0)
         self.buffers = shuffle_buffers(data)
+        warn_of_forgetful_samplers(data)
         self._iterator: Any = None
 
     def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
         """Start a pass over the data, at ``state`` or at the beginning. Returns the data's iterator, and an iterator over the batches."""
         if state is not None and "data" in state:
-            self.data.load_state_dict(state["data"])
+            load_state(self.data, state["data"])
         iterator = iter(self.data)
         if state is not None and "iterator" in state:
-            iterator.load_state_dict(state["iterator"])
+            load_state(iterator, state["iterator"])
         self._iterator = iterator if stateful(iterator) and not stateful(self.data) else None
         return iterator, _remaining_batches(iterator) if iterator is self.data else iterator
 
@@ -252,6 +267,14 @@ class StreamReader:
         return (
             repr([buffer.generator.bit_generator.state["state"] for buffer in self.buffers]) if self.buffers else None
         )
+
+    def is_compared(self) -> bool:
+        """True if the first batches that the ranks read are compared, because nobody has said that they are of the same samples."""
+        return not declared_common(self.data)
+
+    def compared(self, batch: Any) -> Any:
+        """The part of a batch that must be the same on all ranks."""
+        return batch
 
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` of the data and of its dataset, where they have one."""
@@ -283,7 +306,7 @@ class InProcessReader(StreamReader):
     def next_pass_state(self) -> dict[str, Any] | None:
         if self.buffers or not stateful(self.data.dataset):
             return None
-        return {"workers": 0, "states": [{"dataset": self.data.dataset.state_dict()}]}
+        return {"workers": 0, "states": [states_of(dataset=self.data.dataset)]}
 
     def accepts(self, state: Any) -> bool:
         return "states" in state and state["workers"] == 0
@@ -372,10 +395,10 @@ class TrackedDataset(IterableDataset[Any]):
         if self.over:
             return iter(())
         if state is not None and "dataset" in state:
-            self.dataset.load_state_dict(state["dataset"])
+            load_state(self.dataset, state["dataset"])
         self.iterator = iter(self.dataset)
         if state is not None and "iterator" in state:
-            self.iterator.load_state_dict(state["iterator"])
+            load_state(self.iterator, state["iterator"])
         iterator: Iterator[Any] = self.iterator
         if worker is not None:
             end_orphan()
@@ -424,12 +447,6 @@ class WorkerRole:
         object.__setattr__(info, "dataset", self.dataset.dataset)
         if self.worker_init_fn is not None:
             self.worker_init_fn(role)
-
-
-def states_of(**owners: Any) -> dict[str, Any] | None:
-    """Copies of the states of those ``owners`` that have one; ``None`` if none has."""
-    states = {name: owner.state_dict() for name, owner in owners.items() if stateful(owner)}
-    return copy.deepcopy(states) or None
 
 
 def shuffle_buffers(data: Any) -> list[Any]:

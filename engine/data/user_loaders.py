@@ -20,11 +20,6 @@ def is_a(item: Any, kind: type) -> bool:
     return cls is kind or (cls.__name__ == kind.__name__ and cls.__module__.startswith("torchdata."))
 
 
-def stateful(item: Any) -> bool:
-    """True if the item has ``state_dict`` and ``load_state_dict``, as torchdata's ``StatefulDataLoader`` has."""
-    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
-
-
 def presharded(data: Any) -> bool:
     """True if each rank's ``data`` is its own shard already: an attribute declares it, or Hugging Face's ``split_dataset_by_node`` made it."""
     owners = (data, getattr(data, "dataset", None))
@@ -32,6 +27,11 @@ def presharded(data: Any) -> bool:
         getattr(owner, "presharded", False) is True or getattr(owner, "_distributed", None) is not None
         for owner in owners
     )
+
+
+def declared_common(data: Any) -> bool:
+    """True if the user says, by ``presharded = False`` on the data or its dataset, that all ranks read the same samples."""
+    return any(getattr(owner, "presharded", None) is False for owner in (data, getattr(data, "dataset", None)))
 
 
 def altered(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:

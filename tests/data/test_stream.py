@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as torchdata_sampler
 
-from engine import Engine
+from engine import CombinedLoader, Engine
 from engine.data.stream import InProcessReader, StreamFeed, StreamReader, WorkerReader, reader_for
 
 
@@ -621,6 +622,95 @@ def two_goes_on() -> dict[str, Any]:
     return found
 
 
+class Read(IterableDataset[Any]):
+    """A stream of these samples."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+class Common(Read):
+    presharded = False
+
+
+class ShuffledLate(IterableDataset[int]):
+    """Shuffles by its process's random numbers when its first sample is read."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(20).tolist()
+
+
+class SeedsItself(IterableDataset[int]):
+    """Seeds the process's numbers by rank, as the user's own code may do."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[int]:
+        torch.manual_seed(100 + self.rank)
+        yield from torch.randperm(20).tolist()
+
+
+def unlike(rank: int) -> dict[str, Any]:
+    """Streams that are not the same on two ranks; each is trained in windows of two batches."""
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(rank)).tolist()
+    tenth = [torch.tensor([0.1 * n]) * (1 + 1e-6 * rank) for n in range(20)]
+    noisy = [torch.tensor([n + 0.1 * rank]) for n in range(20)]
+    return {
+        "a half, begun alike": DataLoader(Read(range(40 if rank == 0 else 20)), batch_size=2),
+        "a half, with workers": DataLoader(Read(range(40 if rank == 0 else 20)), batch_size=2, num_workers=1),
+        "one more sample": DataLoader(Read(range(17 + rank)), batch_size=1),
+        "nothing on rank 1": [[1], [2]] if rank == 0 else [],
+        "another seed": DataLoader(Read(order), batch_size=2),
+        "another seed, with workers": DataLoader(Read(order), batch_size=2, num_workers=1),
+        "divided, not declared": DataLoader(Read(range(rank, 40, 2)), batch_size=2),
+        "numbers and texts": Read([{"x": 3, "text": f"document {n + rank}"} for n in range(8)]),
+        "seeds the process": DataLoader(SeedsItself(rank), batch_size=2),
+        "a member": CombinedLoader([DataLoader(Read(order), batch_size=2), DataLoader(range(20), batch_size=2)]),
+        "shuffled by the process's numbers": DataLoader(ShuffledLate(), batch_size=2),
+        "rounded in another way": DataLoader(Read(tenth), batch_size=2),
+        "augmented, declared": DataLoader(Common(noisy), batch_size=2),
+    }
+
+
+def two_differ() -> dict[str, Any]:
+    engine = Engine(accelerator="cpu", seed=3, accumulate_grad_batches=2)
+    torch.manual_seed(engine.process_index)
+    ends = {}
+    for name, data in unlike(engine.process_index).items():
+        data = iter(data) if name == "nothing on rank 1" else data
+        loader, batches = engine.prepare_data_loader(data), 0
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                for _ in loader:
+                    batches += 1
+                error = ""
+            except ValueError as problem:
+                error = str(problem)
+        loader.close()
+        ends[name] = [
+            batches,
+            error,
+            [str(warning.message) for warning in caught if "another one" in str(warning.message)],
+        ]
+    return ends
+
+
+def two_end_alike() -> list[Any]:
+    """Equal streams with all kinds of last rounds and windows, each for two epochs."""
+    found = []
+    for samples, size, window, limit in itertools.product((1, 5, 8, 11), (1, 2), (1, 3), (None, 2)):
+        engine = Engine(accelerator="cpu", seed=3, accumulate_grad_batches=window)
+        loader = engine.prepare_data_loader(DataLoader(Read(range(samples)), batch_size=size))
+        loader.limit = limit
+        found += [given(engine, loader)[0] for _ in range(2)]
+    return found
+
+
 @pytest.fixture(scope="module")
 def two() -> dict[str, Any]:
     alone = Engine(accelerator="cpu", seed=3)
@@ -668,6 +758,57 @@ def test_divided_data_has_a_state_for_each_rank(two: dict[str, Any]) -> None:
     loader.load_state_dict(saved[0][1])
     with pytest.warns(UserWarning, match="other numbers of workers or ranks"):
         assert bare(loader) == [[4, 5], [6]]
+
+
+ENDS = {
+    "a half, begun alike": (
+        4,
+        r"rank 1 epoch 0 ends after 10 batch\(es\), and rank 0 reads on.*the 2 step\(s\).*litData.*presharded = True",
+    ),
+    "a half, with workers": (4, r"rank 1 epoch 0 ends after 10 batch\(es\).*presharded = True"),
+    "one more sample": (8, r"rank 0 epoch 0 ends after 17 batch\(es\), and rank 1 ends after 18.*the 4 step\(s\)"),
+    "nothing on rank 1": (0, r"rank 1 epoch 0 ends after 0 batch\(es\)"),
+    "another seed": (
+        0,
+        "the first batch of epoch 0 that rank 1 reads from DataLoader is another one than rank 0's.*presharded = True",
+    ),
+    "another seed, with workers": (0, "is another one than rank 0's.*with one seed"),
+    "divided, not declared": (0, "is another one than rank 0's.*presharded = True"),
+    "numbers and texts": (0, "rank 1 reads from Read is another one"),
+    "seeds the process": (0, "is another one than rank 0's"),
+    "a member": (0, "rank 1 reads from CombinedLoader is another one"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_stream_that_is_another_one_on_each_rank_is_an_error_on_all(two: dict[str, Any], name: str) -> None:
+    batches, text = ENDS[name]
+    errors = {rank[name][1] for rank in two["differ"]}
+    assert len(errors) == 1
+    assert re.search(text, *errors)
+    assert [rank[name][0] for rank in two["differ"]] == [batches] * 2
+
+
+def test_a_stream_that_draws_from_its_process_warns(two: dict[str, Any]) -> None:
+    for batches, error, said in (rank["shuffled by the process's numbers"] for rank in two["differ"]):
+        assert (batches, error) == (5, "")
+        assert re.search(r"another one than rank 0's.*draws random numbers.*set_epoch.*presharded = False", *said)
+
+
+@pytest.mark.parametrize("name", ["rounded in another way", "augmented, declared"])
+def test_the_same_samples_with_other_bits_are_trained(two: dict[str, Any], name: str) -> None:
+    assert [rank[name] for rank in two["differ"]] == [[5, "", []]] * 2
+
+
+def test_equal_streams_end_together(two: dict[str, Any]) -> None:
+    cases = itertools.product((1, 5, 8, 11), (1, 2), (1, 3), (None, 2))
+    expected: list[list[Any]] = [[], []]
+    for samples, size, _, limit in cases:
+        batches = bare(DataLoader(Read(range(samples)), batch_size=size))[: None if limit is None else 2 * limit]
+        padded = [*batches, None] if len(batches) % 2 else batches
+        for rank in range(2):
+            expected[rank] += [padded[rank::2]] * 2
+    assert two["end_alike"] == expected
 
 
 # -- how a stream is distributed; the group is a stand-in: feeds ask it for rank and world size ---------------------------------------------
