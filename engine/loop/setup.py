@@ -58,6 +58,7 @@ def new_run(
         strategy=settings.strategy,
         precision=settings.precision,
         on_nonfinite=settings.on_nonfinite,
+        max_skipped_steps=settings.max_skipped_steps,
         seed=settings.seed,
         group=group,
         activation_checkpointing=settings.activation_checkpointing,
