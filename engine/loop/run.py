@@ -71,6 +71,10 @@ class Run:
     optimization: Optimization | None = None
     """The object that processes each micro-batch and each accumulation window; in trainings only."""
     exception: BaseException | None = None
+    first_step = 0
+    """The number of optimizer steps at the start of this training: those of the run that it resumes."""
+    windows_without_loss = 0
+    """The number of windows of this training in which ``training_step`` returned no loss."""
     nonfinite: tuple[str, ...] = ()
     """Names of weights that were not finite at the training's end; see :attr:`engine.Result.nonfinite`."""
     evaluating = False
@@ -423,6 +427,7 @@ class Run:
         """Start or resume the training: intervals continue, and the values of the last step are not published again."""
         if not self.logs_itself:  # from here on a progress bar uses the terminal
             self.start_log.close()
+        self.first_step = self.step
         self.logbook.begin(self.step)
         self.control.below_min_steps = self.step < (self.settings.min_steps or 0)
         self.intervals.start(self.step, self.epochs)

@@ -59,12 +59,12 @@ class WithoutReturn(Weight):
         torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def test_an_optimizer_that_is_not_returned_is_reported(tmp_path: Path) -> None:
+def test_an_optimizer_that_is_not_returned_is_an_error(tmp_path: Path) -> None:
     message = r"WithoutReturn.configure_optimizers returned None, so nothing is trained: return the optimizer, or \[\] if that is meant"
     module = WithoutReturn()
-    with pytest.warns(UserWarning, match=message):
+    with pytest.raises(TypeError, match=message):
         fit(tmp_path, max_epochs=1).run(module, ones(2))
-    assert module.w.item() == 0.0
+    assert not list(tmp_path.glob("**/checkpoints/*"))
 
 
 @pytest.mark.parametrize("meant", ["empty list", "manual"])
