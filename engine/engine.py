@@ -38,6 +38,7 @@ from engine.step.optimizer_random import OptimizerRandom
 from engine.step.optimizer_step import Optimizers
 from engine.step.passes import Passes
 from engine.step.precision import Precision
+from engine.step.skipped_steps import IN_A_ROW
 from engine.step.verdicts import Then
 from engine.step.window import Window
 from engine.step.wrappers import PreparedOptimizer, PreparedScheduler
@@ -76,6 +77,8 @@ class Engine:
         precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``fp8-mixed``, ``bf16-true``, ``16-true``, ``64-true``, or :class:`engine.FP8`.
         accumulate_grad_batches: micro-batches in an accumulation window; may be changed between epochs.
         on_nonfinite: ``"raise"`` an error at, or ``"skip"``, a step whose gradient norm is not finite; ``None``: no check (fp16 always skips).
+        max_skipped_steps: so many steps in a row that are skipped because a gradient is not finite are an error, under fp16 once its loss scale is
+            at most 1; ``None``: no limit.
         activation_checkpointing: recompute the repeated blocks in the backward pass: ``"full"``, ``"selective"`` or n (every n-th block).
         compile: ``True``, ``"blocks"`` (each repeated block) or a dict of ``torch.compile``'s options.
         sync_batchnorm: batch norms compute their statistics over the samples of all ranks, as one process would over the whole micro-batch.
@@ -98,6 +101,7 @@ class Engine:
         precision: str | Mapping[str, Any] | Precision | FP8 = "32-true",
         accumulate_grad_batches: int = 1,
         on_nonfinite: str | None = None,
+        max_skipped_steps: int | None = IN_A_ROW,
         activation_checkpointing: str | int | None = None,
         compile: bool | str | dict[str, Any] = False,
         sync_batchnorm: bool = False,
@@ -108,6 +112,7 @@ class Engine:
         group: Group | None = None,
     ) -> None:
         on_nonfinite = KINDS["on_nonfinite"].normalized("on_nonfinite", on_nonfinite)
+        max_skipped_steps = KINDS["max_skipped_steps"].normalized("max_skipped_steps", max_skipped_steps)
         recompute = KINDS["activation_checkpointing"].normalized("activation_checkpointing", activation_checkpointing)
         compile = KINDS["compile"].normalized("compile", compile)
         sync_batchnorm = KINDS["sync_batchnorm"].normalized("sync_batchnorm", sync_batchnorm)
@@ -132,6 +137,9 @@ class Engine:
         self.strategy.window = self.window
         self.scaler = self.strategy.scaler()
         self._stepper = self.strategy.stepper(self.scaler, on_nonfinite)
+        self.skips = self._stepper.skips
+        """Counts the steps that were skipped because a gradient was not finite: ``engine.skips.count``."""
+        self.skips.limit, self.skips.is_told_here = max_skipped_steps, self.group.is_main
         self._stepped: tuple[list[Any], list[Any]] = [], []  # the latest step's optimizers: arguments, unwrapped
         data_seed = collectives.gather_json(self.group, torch.initial_seed() if seed is None else seed)[0]
         self.precision.check(self.group.device)

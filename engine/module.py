@@ -58,6 +58,8 @@ class TrainModule(nn.Module):
     """The first of :attr:`loggers`, or ``None``; available as :attr:`run` is."""
     starts_before_data: bool = False
     """Whether the run calls :meth:`on_fit_start` before it asks the module or the data module for loaders, and before it resumes."""
+    may_train_nothing: bool = False
+    """Whether a training without optimizers or without any loss is a warning rather than an error, and windows without a loss count as steps."""
     built: bool = False
     """Whether the run skips :meth:`configure_model`, because the model is built already and keeps its values."""
 

@@ -28,6 +28,12 @@ from engine.checkpoint.storage import Draft, Incomplete, Storage
 from engine.utils.text import has_password, terminal_text
 
 
+_WITH_BUCKETS = frozenset(
+    ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "cosn", "tos", "swift", "b2")
+)
+"""fsspec's names of storages whose paths begin with a bucket (or container). They have no folders, and fsspec's ``makedirs`` creates the bucket."""
+
+
 class FileSystem:
     """The fsspec file system of a URL, with methods of the same names.
 
@@ -38,6 +44,9 @@ class FileSystem:
 
     def __init__(self, url: str, files: Any) -> None:
         self._url, self._files = url, files
+        protocols = (files.protocol,) if isinstance(files.protocol, str) else tuple(files.protocol)
+        self._has_buckets = not _WITH_BUCKETS.isdisjoint(protocols)
+        self._found_buckets: set[str] = set()
 
     def exists(self, path: str) -> bool:
         return bool(self._call(self._files.exists, path))
@@ -72,7 +81,30 @@ class FileSystem:
         self._call(self._files.pipe_file, path, content)
 
     def makedirs(self, path: str) -> None:
-        self._call(self._files.makedirs, path, exist_ok=True)
+        """Create a folder, so that files can be written in it. A bucket is never created: its name may be mistyped.
+
+        Raises:
+            FileNotFoundError: the path's bucket does not exist.
+        """
+        self.check_bucket(path)
+        if not self._has_buckets:
+            self._call(self._files.makedirs, path, exist_ok=True)
+
+    def check_bucket(self, path: str) -> None:
+        """Check, once, that the bucket of a path exists.
+
+        Raises:
+            FileNotFoundError: it does not.
+        """
+        bucket = path.lstrip("/").partition("/")[0]
+        if not self._has_buckets or bucket in self._found_buckets:
+            return
+        if not self._call(self._files.exists, bucket):
+            raise FileNotFoundError(
+                f"{terminal_text(without_query(self._url))}: there is no bucket {bucket!r}, or it may not be read with the access that fsspec was given. "
+                "Check its name, or create it: a run creates none"
+            )
+        self._found_buckets.add(bucket)
 
     def rm(self, path: str, recursive: bool) -> None:
         self._call(self._files.rm, path, recursive=recursive)
@@ -160,6 +192,7 @@ def outgoing(path: str | Path) -> Iterator[Path]:
     files, inner = reach(str(path))
     if files.exists(inner) and files.find(inner):
         raise FileExistsError(f"{path} is not empty: choose another path")
+    files.check_bucket(inner)
     with tempfile.TemporaryDirectory(prefix="outgoing-") as folder:
         yield Path(folder)
         files.makedirs(inner)

@@ -146,21 +146,22 @@ def check_parameters(module: TrainModule, optimizers: Sequence[Any]) -> None:
 
 
 def report_nan(run: Run, outputs: Any) -> None:
-    """Warn once when the loss is NaN. Waits for the device, so it is called at log boundaries.
+    """Warn once when the loss is NaN or infinite, unless such steps are skipped or an error. Waits for the device, so it is called at log boundaries.
 
     Args:
         outputs: what the step's last ``training_step`` on this rank returned.
     """
-    if "nan" in run.warned or run.settings.on_nonfinite is not None:
+    if "nan" in run.warned or run.settings.on_nonfinite is not None or run.engine.scaler is not None:
         return
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     value = loss.sum if isinstance(loss, Loss) else loss
-    if isinstance(value, Tensor) and value.numel() == 1 and value.isnan().item():
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.isfinite().item():
         run.warned.add("nan")
         logger.warning(
-            "the loss is NaN at step %d, and weights that such a step has changed stay NaN. Fit(on_nonfinite='raise') ends the run at the first such "
+            "the loss is %s at step %d, and weights that such a step has changed stay NaN. Fit(on_nonfinite='raise') ends the run at the first such "
             "step and names the parameters, 'skip' leaves such steps out, detect_anomaly=True finds the operation; look for NaN in the data, log(0), "
             "a division by 0 or a learning rate that is too high",
+            "NaN" if value.isnan() else "infinite",
             run.step,
         )
 

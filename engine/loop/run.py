@@ -71,6 +71,12 @@ class Run:
     optimization: Optimization | None = None
     """The object that processes each micro-batch and each accumulation window; in trainings only."""
     exception: BaseException | None = None
+    first_step = 0
+    """The number of optimizer steps at the start of this training: those of the run that it resumes."""
+    windows_without_loss = 0
+    """The number of windows of this training in which ``training_step`` returned no loss."""
+    nonfinite: tuple[str, ...] = ()
+    """Names of weights that were not finite at the training's end; see :attr:`engine.Result.nonfinite`."""
     evaluating = False
     """Whether a validation, test or prediction is in progress, also within a training."""
 
@@ -421,6 +427,7 @@ class Run:
         """Start or resume the training: intervals continue, and the values of the last step are not published again."""
         if not self.logs_itself:  # from here on a progress bar uses the terminal
             self.start_log.close()
+        self.first_step = self.step
         self.logbook.begin(self.step)
         self.control.below_min_steps = self.step < (self.settings.min_steps or 0)
         self.intervals.start(self.step, self.epochs)
@@ -440,7 +447,10 @@ class Run:
         logbook, step = self.logbook, self.state.step
         if step != logbook.published_step and self.settings.log_every_n_steps:
             logbook.published_step = step
-            self.publish(logbook.training.step_values(window), logbook.training, window)
+            values = logbook.training.step_values(window)
+            if skipped := self.engine.skips.count:
+                values["skipped_steps"] = float(skipped)
+            self.publish(values, logbook.training, window)
 
     def publish(self, values: dict[str, float], recorder: Recorder, window: int | None = None) -> None:
         """Pass the reduced ``values`` of ``recorder`` to the callbacks, the progress bar and :attr:`metrics`.
@@ -754,7 +764,21 @@ class Run:
         end, times, metrics = "interrupted" if self.interrupted else status, self.times, dict(self.logbook.metrics)
         times.other = max(0.0, self.control.stopwatch.seconds_here() - times.compute - times.apart)
         best, last, folder = self.checkpoints.best, self.checkpoints.last, self.checkpoints.run_folder.path
-        return Result(end, self.stop_reason, epochs, self.step, metrics, best, last, times, folder, best_weights)
+        skipped, nonfinite = self.engine.skips.count, self.nonfinite
+        return Result(
+            end,
+            self.stop_reason,
+            epochs,
+            self.step,
+            metrics,
+            best,
+            last,
+            times,
+            folder,
+            best_weights,
+            skipped,
+            nonfinite,
+        )
 
 
 def _numbers_as_tensors(tree: Any, device: torch.device) -> Any:

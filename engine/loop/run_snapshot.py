@@ -71,6 +71,7 @@ class RunSnapshot:
         return {
             **self.engine.snapshot.shared(self.trained(), [self._position()]),
             "state": asdict(self.state),
+            **({"skipped_steps": self.engine.skips.count} if self.engine.skips.count else {}),
             "global_batch": self.loaders.global_batch(self.state.epoch),
             "metrics": dict(self.logbook.metrics),
             "elapsed_s": self.stopwatch.seconds(),
@@ -183,6 +184,7 @@ class RunSnapshot:
         self.logbook.metrics.update(shared["metrics"])
         self.stopwatch.seconds_before = shared["elapsed_s"]
         self.items.restore(shared.get("items"))
+        self.engine.skips.count = shared.get("skipped_steps", 0)
         loaded.load_into("val_every", self.intervals.validation.load_state_dict, shared["val_every"])
         if self.datamodule is not None and shared["datamodule"] is not None:
             loaded.load_into(type(self.datamodule).__name__, self.datamodule.load_state_dict, shared["datamodule"])

@@ -58,6 +58,7 @@ def new_run(
         strategy=settings.strategy,
         precision=settings.precision,
         on_nonfinite=settings.on_nonfinite,
+        max_skipped_steps=settings.max_skipped_steps,
         seed=settings.seed,
         group=group,
         activation_checkpointing=settings.activation_checkpointing,
@@ -212,10 +213,10 @@ def set_up_optimizers(run: Run) -> None:
     if configuration is None and not overridden:
         raise TypeError(f"{type(module).__name__} must define configure_optimizers(self); return [] to train nothing")
     if configuration is None and module.automatic_optimization and any(p.requires_grad for p in module.parameters()):
-        _warn(
-            run,
-            f"{type(module).__name__}.configure_optimizers returned None, so nothing is trained: return the optimizer, or [] if that is meant",
-        )
+        message = f"{type(module).__name__}.configure_optimizers returned None, so nothing is trained: return the optimizer, or [] if that is meant"
+        if not module.may_train_nothing:
+            raise TypeError(message)
+        _warn(run, message)
     raw_optimizers, schedules = configured(configuration)
     if overridden:
         check_parameters(module, raw_optimizers)

@@ -121,6 +121,10 @@ class Result:
     best_weights: str | None = None
     """The name of the weights that ``best_checkpoint`` was scored with: ``"trained"``, or that of a callback's weights such as ``"ema"``.
     ``test(module, checkpoint="best")`` and ``load_from_checkpoint`` load these weights."""
+    skipped_steps: int = 0
+    """The number of steps that were skipped because a gradient was not finite (fp16, ``on_nonfinite="skip"``)."""
+    nonfinite: tuple[str, ...] = ()
+    """Names of trained parameters, and of buffers, that were NaN (parameters: or infinite) at the training's end, on any rank; at most 5."""
 
     def __str__(self) -> str:
         """The result as text: how the run ended, a line for each metric, and the paths of its checkpoints."""
@@ -129,6 +133,10 @@ class Result:
             f"{count} {unit}{'' if count == 1 else 's'}" for count, unit in ((self.epoch, "epoch"), (self.step, "step"))
         )
         lines = [f"{self.status}{reason}: {', '.join(counts)}"]
+        if self.nonfinite:
+            lines.append(f"not finite: {', '.join(self.nonfinite)}")
+        if self.skipped_steps:
+            lines.append(f"skipped steps: {self.skipped_steps}")
         lines += [f"{terminal_text(name, one_line=True)} {value:.6g}" for name, value in self.metrics.items()]
         weights = f" (weights {self.best_weights!r})" if self.best_weights not in (None, "trained") else ""
         best = None if self.best_checkpoint is None else f"{self.best_checkpoint}{weights}"

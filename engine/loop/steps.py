@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from engine.engine import Engine
+from engine.loop.last_checks import without_loss
 from engine.loop.optimization import Optimization
 from engine.loop.run import Run
 from engine.metrics.torchmetrics_states import unchanged
@@ -19,6 +20,9 @@ from engine.step.gradients import Loss, check_held, loss_in
 from engine.step.position import Share
 from engine.step.wrappers import PreparedOptimizer
 from engine.utils.log import warn_once
+
+MOST_WITHOUT_LOSS = 1000
+"""The number of windows without any loss, from the training's start on, that is an error where only ``max_steps`` ends the training."""
 
 
 class AutomaticOptimization(Optimization):
@@ -80,7 +84,9 @@ class AutomaticOptimization(Optimization):
         engine, module, hooks = run.engine, run.module, run.hooks
         if not engine.window.weights.fed and not engine.window_has_loss():
             engine.window.discard()
-            warn_without_loss(run)
+            note_without_loss(run)
+            if run.module.may_train_nothing:
+                self.applied(True)
             return
         if hooks.on_before_optimizer_step:
             engine.unscale_gradients(self.optimizers)
@@ -229,10 +235,20 @@ def run_for_matching(run: Run, call: Callable[..., Any], batch: Any, index: int)
         return call(batch, index)
 
 
-def warn_without_loss(run: Run) -> None:
-    """Warn if nothing has been trained so far, because ``training_step`` has returned no loss yet."""
-    if run.state.step == 0:
-        warn_once(
-            f"{type(run.module).__name__}.training_step returned None for every batch so far: nothing is trained. "
-            "Return the loss, unless you want to skip these batches"
-        )
+def note_without_loss(run: Run) -> None:
+    """Count a window in which ``training_step`` has returned no loss, and warn as long as this training has none at all. Where only a number of
+    steps ends the training, which it would never reach, that is an error in the end.
+
+    Raises:
+        ValueError: as :func:`engine.loop.last_checks.check_trained`.
+    """
+    run.windows_without_loss += 1
+    if run.state.step != run.first_step:
+        return
+    warn_once(
+        f"{type(run.module).__name__}.training_step returned None for every batch so far: nothing is trained. "
+        "Return the loss, unless you want to skip these batches"
+    )
+    only_steps_end_it = run.max_steps is not None and run.max_epochs is None and run.settings.max_time is None
+    if only_steps_end_it and run.windows_without_loss >= max(MOST_WITHOUT_LOSS, run.max_steps or 0):
+        raise ValueError(without_loss(run))

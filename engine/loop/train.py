@@ -10,6 +10,7 @@ from engine.data.feed import MicroBatch
 from engine.distributed.watchdog import collective_limit
 from engine.loop.evaluate import validate
 from engine.loop.first_checks import check_monitors, report_endless, report_nan
+from engine.loop.last_checks import check_trained, report_nonfinite
 from engine.loop.rank_checks import with_first_batch_compared
 from engine.loop.run import Run
 from engine.loop.timing import EpochClock
@@ -50,6 +51,8 @@ def train(run: Run) -> None:
         if not control.limit_reached(loaders.train_batches):
             state.next_epoch()
     run.publish_last()
+    check_trained(run)
+    report_nonfinite(run)
     run.logbook.close("after the training", "log it in on_train_epoch_end")
 
 

@@ -14,6 +14,7 @@ from engine.step import gradients
 from engine.step.early_gradients import EarlyGradients
 from engine.step.gradient_sync import GradientSync
 from engine.step.scaler import Scaler
+from engine.step.skipped_steps import SkippedSteps
 from engine.step.verdicts import Guard, Then, Verdicts
 from engine.step.window import Window
 from engine.utils import accelerator
@@ -41,12 +42,14 @@ class Stepper:
         """The global norm of the latest step's gradients before clipping; ``None`` when it was not needed. Shape ``()``."""
         self.before_next: list[Callable[[], None]] = []
         """Functions to call once, before the next step, such as ``CheckpointWriter.hold``."""
+        self.skips = SkippedSteps()
+        """Counts the steps that were skipped because a gradient was not finite."""
         self.verdicts = None if scaler is None and on_nonfinite is None else self.new_verdicts()
         """Decides which steps are applied; ``None``: all of them are."""
 
     def new_verdicts(self) -> Verdicts:
         """Create the object that decides which steps are applied."""
-        return Verdicts(self.window, self.gradient_sync, self.scaler, self.on_nonfinite, self.optimizers)
+        return Verdicts(self.window, self.gradient_sync, self.scaler, self.on_nonfinite, self.optimizers, self.skips)
 
     @property
     def pending(self) -> int:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from engine.step import gradients
 from engine.step.gradient_sync import GradientSync
 from engine.step.scaler import Scaler
+from engine.step.skipped_steps import SMALLEST_SCALE, SkippedSteps
 from engine.step.window import Window
 from engine.utils import accelerator
 from engine.utils.parameters import uncompiled
@@ -46,6 +47,7 @@ class Verdicts:
         scaler: the loss scaler under fp16, or ``None``.
         on_nonfinite: ``"raise"``, ``"skip"`` or ``None``, as for :class:`engine.Engine`.
         optimizers: every optimizer of the engine.
+        skips: counts the steps that are skipped because a gradient is not finite.
     """
 
     def __init__(
@@ -55,15 +57,16 @@ class Verdicts:
         scaler: Scaler | None,
         on_nonfinite: str | None,
         optimizers: Sequence[Optimizer],
+        skips: SkippedSteps,
     ) -> None:
         self._window, self._gradient_sync, self._scaler = window, gradient_sync, scaler
-        self._on_nonfinite, self._optimizers = on_nonfinite, optimizers
+        self._on_nonfinite, self._optimizers, self._skips = on_nonfinite, optimizers, skips
         self.guard: Guard | None = None
         """An additional judge of each step; see :meth:`guard_by`."""
         self.skipped = False
         """Whether the latest step with a known verdict was skipped."""
-        self.pending: list[tuple[Tensor, Any, list[Then]]] = []
-        """Steps without a verdict yet: flags in host memory, the event after which they can be read, and functions to call then."""
+        self.pending: list[tuple[Tensor, Any, list[Then], Sequence[Optimizer]]] = []
+        """Steps without a verdict yet: flags in host memory, the event after which they can be read, functions to call then, and the optimizers."""
 
     def guard_by(self, guard: Guard | None) -> None:
         """Let ``guard`` decide about each step from now on. A step with non-finite gradients is still the matter of the scaler or
@@ -118,20 +121,20 @@ class Verdicts:
             host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
             event = torch.Event(flags.device)
             event.record()
-            self.pending.append((host, event, callbacks))
+            self.pending.append((host, event, callbacks, optimizers))
         else:
-            self.decide(not skip, callbacks, skip and guarded is not None and bool(guarded))
+            self.decide(not skip, optimizers, callbacks, skip and guarded is not None and bool(guarded))
 
     def await_pending(self) -> None:
         """Wait for the pending verdicts, and call the functions that wait for them."""
         while self.pending:
-            host, event, callbacks = self.pending.pop(0)
+            host, event, callbacks, optimizers = self.pending.pop(0)
             event.synchronize()
             flags = host.reshape(-1).tolist()  # [was the step skipped, with a guard: did the guard skip it]
             applied, guarded = not flags[0], len(flags) > 1 and bool(flags[1])
             if not applied and not guarded and self._on_nonfinite == "raise" and self._scaler is None:
                 self.fail()
-            self.decide(applied, callbacks, guarded)
+            self.decide(applied, optimizers, callbacks, guarded, at_once=False)
 
     def after(self, then: Then) -> None:
         """Call ``then`` with the latest step's verdict, now or when it is known."""
@@ -140,13 +143,53 @@ class Verdicts:
         else:
             then(not self.skipped)
 
-    def decide(self, applied: bool, callbacks: list[Then], guarded: bool = False) -> None:
-        """Record the verdict on a step, and call the functions that wait for it."""
+    def decide(
+        self,
+        applied: bool,
+        optimizers: Sequence[Optimizer],
+        callbacks: list[Then],
+        guarded: bool = False,
+        at_once: bool = True,
+    ) -> None:
+        """Record the verdict on a step of ``optimizers``, and call the functions that wait for it.
+
+        Args:
+            applied: whether the step was applied.
+            guarded: whether the guard left it out.
+            at_once: whether the gradients are still those of this step.
+
+        Raises:
+            FloatingPointError: too many steps in a row were skipped because a gradient was not finite.
+        """
         self.skipped = not applied
         for then in callbacks:
             then(applied)
-        if guarded and self.guard is not None:
+        if applied:
+            if self._skips.in_a_row:
+                self._skips.applied(optimizers)
+        elif guarded and self.guard is not None:
             self.guard.left_out()
+        else:
+            self._count_skip(optimizers, at_once)
+
+    def _count_skip(self, optimizers: Sequence[Optimizer], at_once: bool) -> None:
+        """Count a step that was skipped because a gradient is not finite; tell the first one, and fail when too many follow each other."""
+        skips = self._skips
+        in_a_row = skips.add(optimizers)
+        rule = "on_nonfinite='skip'" if self._scaler is None else "fp16, whose loss scale is lowered now"
+        if not skips.is_told:
+            skips.tell(rule, self._where_nonfinite() if at_once else "")
+        if skips.limit is None or in_a_row < skips.limit:
+            return
+        scale = None if self._scaler is None else self._scaler.get_scale()
+        if scale is not None and scale > SMALLEST_SCALE:
+            return
+        at_scale = "" if scale is None else f", the last one at the loss scale {scale:g}"
+        raise FloatingPointError(
+            f"{in_a_row} optimizer steps in a row were skipped (max_skipped_steps={skips.limit}), because a gradient was not finite in each of "
+            f"them{at_scale}{self._where_nonfinite() if at_once else ''}; the parameters are those from before these steps. Look at the data, the "
+            "loss (log(0), a division by 0) and the learning rate; detect_anomaly=True finds the operation"
+        )
 
     def _where_nonfinite(self) -> str:
         """The names of parameters whose gradients are not finite, as the end of a message. Waits for the device."""

@@ -105,4 +105,4 @@ class OwnedStepper(Stepper):
         self.norm, applied = self.strategy.step(optimizers, divisor, max_norm, max_value, self.on_nonfinite is not None)
         if not applied and self.on_nonfinite == "raise" and self.scaler is None:
             verdicts.fail()
-        verdicts.decide(applied, [] if then is None else [then])
+        verdicts.decide(applied, optimizers, [] if then is None else [then])

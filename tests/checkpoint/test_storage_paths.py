@@ -8,11 +8,12 @@ import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import save_file
 from support.checkpoints import read, resummed, save
 from support.internals import group_of_one, new_content, new_folder, new_writer, save_request
@@ -111,6 +112,55 @@ def test_what_a_signed_url_ends_with_is_not_recorded(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"^memory://signed/b.safetensors does not exist$"):
         convert("memory://signed/b.safetensors?X-Amz-Signature=abc", tmp_path / "out2")
     fsspec.filesystem("memory").rm("/signed", recursive=True)
+
+
+class Buckets(MemoryFileSystem):
+    """An object storage in memory: the first part of a path is a bucket, which ``makedirs`` creates, as that of ``s3fs`` does."""
+
+    protocol = "cosn"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    buckets: ClassVar[set[str]] = set()
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("cosn://", "memory://")))
+
+    def exists(self, path: str, **options: Any) -> bool:
+        path = self._strip_protocol(path).strip("/")
+        return path in self.buckets if "/" not in path else super().exists(path, **options)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self.buckets.add(self._strip_protocol(path).strip("/").partition("/")[0])
+
+
+@pytest.fixture
+def buckets() -> Iterator[set[str]]:
+    fsspec.register_implementation("cosn", Buckets, clobber=True)
+    Buckets.buckets.add("good")
+    yield Buckets.buckets
+    Buckets.buckets.clear()
+    Buckets.store.clear()
+
+
+def test_a_bucket_that_does_not_exist_is_an_error_before_the_first_step(buckets: set[str], tmp_path: Path) -> None:
+    class Counting(Linear):
+        steps = 0
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+            self.steps += 1
+            return super().training_step(batch, batch_idx)
+
+    module = Counting()
+    with pytest.raises(FileNotFoundError, match=r"^cosn://nobucket/run: there is no bucket 'nobucket', or it may not be"):
+        linear_fit(tmp_path / "runs", ModelCheckpoint(dirpath="cosn://nobucket/run")).run(module, LINEAR_BATCHES)
+    assert (module.steps, buckets, Buckets.store) == (0, {"good"}, {})
+    assert not (tmp_path / "runs").exists()
+    result = linear_fit(tmp_path / "runs", ModelCheckpoint(dirpath="cosn://good/run")).run(module, LINEAR_BATCHES)
+    assert str(result.last_checkpoint).startswith("cosn://good/run/step=")
+    with pytest.raises(FileNotFoundError, match="there is no bucket 'nobucket'"):
+        export_checkpoint(str(result.last_checkpoint), "cosn://nobucket/model")
+    assert buckets == {"good"}
 
 
 def test_write_list_read_remove(root: str) -> None:

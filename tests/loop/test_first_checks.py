@@ -59,12 +59,12 @@ class WithoutReturn(Weight):
         torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def test_an_optimizer_that_is_not_returned_is_reported(tmp_path: Path) -> None:
+def test_an_optimizer_that_is_not_returned_is_an_error(tmp_path: Path) -> None:
     message = r"WithoutReturn.configure_optimizers returned None, so nothing is trained: return the optimizer, or \[\] if that is meant"
     module = WithoutReturn()
-    with pytest.warns(UserWarning, match=message):
+    with pytest.raises(TypeError, match=message):
         fit(tmp_path, max_epochs=1).run(module, ones(2))
-    assert module.w.item() == 0.0
+    assert not list(tmp_path.glob("**/checkpoints/*"))
 
 
 @pytest.mark.parametrize("meant", ["empty list", "manual"])
@@ -193,6 +193,116 @@ def test_it_is_reported_at_the_next_boundary(tmp_path: Path, caplog: pytest.LogC
 def test_a_run_that_handles_it_is_not_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, max_epochs=1, on_nonfinite="skip").run(Divides(), ones(4))
     assert "the loss is NaN" not in caplog.text
+
+
+class Infinite(Weight):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return (self.w * batch).mean() + torch.tensor(float("inf"))
+
+
+def test_an_infinite_loss_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, max_epochs=1, log_every_n_steps=1).run(Infinite(), ones(2))
+    assert caplog.text.count("the loss is infinite at step 1, ") == 1
+
+
+def test_the_end_of_a_run_finds_what_lies_between_log_boundaries(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = fit(tmp_path, max_epochs=1, log_every_n_steps=50).run(Divides(4), ones(16))
+    assert caplog.text.count("the training ends at step 16 with weights that are NaN or infinite: w.") == 1
+    assert "the loss is NaN" not in caplog.text
+    assert result.nonfinite == ("w",)
+    assert "not finite: w" in str(result)
+
+
+class ByHand(Divides):
+    automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_end_of_a_run_finds_what_manual_optimization_has_done(tmp_path: Path) -> None:
+    assert fit(tmp_path, max_epochs=1, log_every_n_steps=1).run(ByHand(2), ones(4)).nonfinite == ("w",)
+
+
+class Normed(Weight):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(1, affine=False)
+        self.register_buffer("mask", torch.full((2,), -float("inf")))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return (self.w * self.norm(batch)).mean()
+
+
+def test_the_end_of_a_run_finds_statistics_that_a_skipped_step_has_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = [torch.ones(2, 1), torch.full((2, 1), float("nan")), torch.ones(2, 1)]
+    result = fit(tmp_path, max_epochs=1, on_nonfinite="skip").run(Normed(), batches)
+    assert result.nonfinite == ("norm.running_mean", "norm.running_var")  # and not the mask
+    assert result.skipped_steps == 1  # in training, batch norm does not use its statistics
+    assert caplog.text.count("an optimizer step was skipped") == 1
+
+
+def test_a_run_with_finite_weights_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    result = fit(tmp_path, max_epochs=1).run(Weight(), ones(2))
+    assert (result.nonfinite, result.skipped_steps) == ((), 0)
+    assert "finite" not in caplog.text
+    assert "skipped_steps" not in result.metrics
+
+
+# -- steps that are skipped -------------------------------------------------------------------------------------------------------------------
+
+
+def test_skipped_steps_are_reported_once_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = NaNIn({1, 2, 5})
+    result = fit(tmp_path, max_epochs=1, on_nonfinite="skip", log_every_n_steps=1, max_skipped_steps=3).run(
+        module, ones(8)
+    )
+    assert caplog.text.count("an optimizer step was skipped") == 1
+    assert "(on_nonfinite='skip'); first in: module.w. " in caplog.text
+    assert (result.step, result.skipped_steps, result.metrics["skipped_steps"]) == (5, 3, 3.0)
+    assert "skipped steps: 3" in str(result)
+    assert module.w.item() == -5.0
+
+
+class NaNIn(Weight):
+    """With a loss that is NaN in some batches."""
+
+    def __init__(self, bad: set[int]) -> None:
+        super().__init__()
+        self.bad = bad
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return (self.w * batch).mean() * (float("nan") if batch_idx in self.bad else 1.0)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_a_run_whose_every_step_is_skipped_ends(precision: str, tmp_path: Path) -> None:
+    batches = 0
+
+    class Endless(NaNIn):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+            nonlocal batches
+            batches += 1
+            return super().training_step(batch, batch_idx)
+
+    settings = {"on_nonfinite": "skip"} if precision == "32-true" else {"precision": precision}
+    with pytest.raises(FloatingPointError, match=r"steps in a row were skipped \(max_skipped_steps=5\)"):
+        fit(tmp_path, max_epochs=1000, max_steps=6, max_skipped_steps=5, **settings).run(Endless({*range(4)}), ones(4))
+    # fp16 begins at a scale of 2 ** 16, which the sixteenth skipped step lowers to 1.
+    assert batches == (5 if precision == "32-true" else 16)
+
+
+def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
+    settings = {"on_nonfinite": "skip", "callbacks": ModelCheckpoint(every="1 epochs")}
+    assert fit(tmp_path, max_epochs=1, **settings).run(NaNIn({0}), ones(2)).skipped_steps == 1
+    assert fit(tmp_path, max_epochs=2, **settings).run(NaNIn({0}), ones(2), resume="last").skipped_steps == 2
 
 
 # -- a stream that never ends -----------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.toys import Weight, fit, ones
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from callbacks import ModelCheckpoint
 from engine import Callback, Fit, Loss
 
 MOST_FRAMES = 6
@@ -155,12 +157,50 @@ def test_what_training_step_may_return(tmp_path: Path, make: Any, weight: float)
 def test_a_forgotten_return_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.utils.log._said", set())
     module = Returns(lambda loss, i: None)
-    with pytest.warns(
-        UserWarning, match=r"Returns.training_step returned None for every batch so far: nothing is trained"
-    ) as told:
-        result = fit(tmp_path).run(module, ones(3))
+    with (
+        pytest.warns(
+            UserWarning, match=r"Returns.training_step returned None for every batch so far: nothing is trained"
+        ) as told,
+        pytest.raises(ValueError, match=r"Returns.training_step returned None for every batch \(3 windows\)"),
+    ):
+        fit(tmp_path).run(module, ones(3))
     assert len(told) == 1
-    assert (module.w.item(), result.step) == (0.0, 0)
+    assert module.w.item() == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:.*returned None for every batch so far")
+@pytest.mark.parametrize(("steps", "windows"), [(6, 20), (30, 30)])
+def test_a_forgotten_return_ends_a_training_that_only_steps_limit(
+    steps: int, windows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.loop.steps.MOST_WITHOUT_LOSS", 20)
+    with pytest.raises(ValueError, match=rf"returned None for every batch \({windows} windows\)"):
+        fit(tmp_path, max_epochs=None, max_steps=steps).run(Returns(lambda loss, i: None), ones(3))
+
+
+@pytest.mark.filterwarnings("ignore:.*returned None for every batch so far")
+def test_a_training_may_begin_with_batches_that_it_leaves_out(tmp_path: Path) -> None:
+    seen = iter(range(100))
+    module = Returns(lambda loss, i: None if next(seen) < 4 else loss)
+    assert fit(tmp_path, max_epochs=2).run(module, ones(3)).step == 2
+    assert module.w.item() == -2.0
+
+
+def test_a_resumed_training_without_any_loss_is_an_error(tmp_path: Path) -> None:
+    result = fit(tmp_path, max_epochs=1, callbacks=ModelCheckpoint(every="1 epochs")).run(
+        Returns(lambda loss, i: loss), ones(3)
+    )
+    assert result.step == 3
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="returned None for every batch"):
+        warnings.simplefilter("ignore")
+        fit(tmp_path, max_epochs=2).run(Returns(lambda loss, i: None), ones(3), resume="last")
+
+
+def test_manual_optimization_that_never_steps_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = Returns(lambda loss, i: None)
+    module.automatic_optimization = False
+    assert fit(tmp_path).run(module, ones(3)).step == 0
+    assert caplog.text.count("has not called step() of any optimizer: nothing was trained") == 1
 
 
 @pytest.mark.parametrize(

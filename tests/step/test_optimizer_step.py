@@ -115,6 +115,35 @@ def test_a_nonfinite_step_is_skipped(scaled: bool, on_nonfinite: str | None, max
     assert told == [False, True]
 
 
+def test_steps_in_a_row_count_for_each_optimizer() -> None:
+    """One whose every step is skipped is found beside another whose steps are applied."""
+    bench = Bench(on_nonfinite="skip")
+    bench.stepper.skips.limit = 3
+    q, other = bench.more()
+
+    def both() -> None:
+        for optimizer, parameter, gradient in ((bench.optimizer, bench.p, INF), (other, q, 1.0)):
+            optimizer.zero_grad()
+            bench.backward(gradient, on=parameter)
+            bench.stepper.step([optimizer])
+
+    both()
+    both()
+    with pytest.raises(FloatingPointError, match="3 optimizer steps in a row were skipped"):
+        both()
+    assert (bench.p.item(), q.item()) == (0.0, -2.0)
+
+
+def test_skipped_steps_have_no_limit_if_none_is_wanted() -> None:
+    bench = Bench(on_nonfinite="skip")
+    bench.stepper.skips.limit = None
+    for _ in range(300):
+        bench.optimizer.zero_grad()
+        bench.backward(INF)
+        bench.stepper.step([bench.optimizer])
+    assert bench.stepper.skips.count == 300
+
+
 @pytest.mark.parametrize("bad", [INF, float("nan")])
 def test_raise_names_the_gradient_and_keeps_the_parameters(bad: float) -> None:
     bench = Bench(on_nonfinite="raise")

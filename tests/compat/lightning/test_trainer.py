@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -473,3 +474,20 @@ def test_loggers_after_a_training(tmp_path: Path) -> None:
             assert logger.experiment is not None
             logger.log_metrics({"after": 1.0}, 11)
     assert trainer(OURS, tmp_path, logger=OURS.loggers.CSVLogger("x", version="mine")).logger.version == "mine"
+
+
+@pytest.mark.parametrize("missing", ["configure_optimizers", "training_step"])
+def test_a_training_without_optimizer_or_loss_ends_at_max_steps(missing: str, tmp_path: Path) -> None:
+    ends = []
+    for library in (THEIRS, OURS):
+        net = module(library, True)
+        setattr(net, missing, lambda *args: None)
+        fitted = trainer(library, tmp_path, max_steps=6, max_epochs=-1)
+        before = weights(net).clone()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            fitted.fit(net, data())
+        assert any(missing in str(warning.message) and "returned" in str(warning.message) for warning in told)
+        assert torch.equal(weights(net), before)
+        ends.append((fitted.global_step, fitted.current_epoch, fitted.state.finished))
+    assert ends[0] == ends[1] == (6, 1, True)

@@ -1,0 +1,84 @@
+"""Checks at the end of a training, for what no step has reported."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.distributed.collectives import gather_json
+from engine.loop.run import Run
+from engine.loop.state import status_of
+from engine.utils.log import logger
+
+MOST = 5
+"""The maximum number of names that are shown."""
+
+
+def check_trained(run: Run) -> None:
+    """Refuse a training that has reached its limit without an optimizer step, because every batch was left out; see ``note_without_loss``.
+
+    In manual optimization, where the module may mean it, this is a warning.
+
+    Raises:
+        ValueError: ``training_step`` returned ``None`` for every batch.
+    """
+    if run.state.step != run.first_step or not run.state.batches or status_of(run.stop_reason) != "completed":
+        return
+    if run.windows_without_loss and not run.module.may_train_nothing:
+        raise ValueError(without_loss(run))
+    if not run.module.automatic_optimization and run.optimizers and run.is_main_process:
+        logger.warning(
+            "%s.training_step, with automatic_optimization=False, has not called step() of any optimizer: nothing was trained",
+            type(run.module).__name__,
+        )
+
+
+def without_loss(run: Run) -> str:
+    """The message of an error: ``training_step`` has returned no loss for any batch."""
+    return (
+        f"{type(run.module).__name__}.training_step returned None for every batch ({run.windows_without_loss} windows), so nothing was trained: "
+        "return the loss. None leaves a batch out, and configure_optimizers that returns [] trains nothing on purpose"
+    )
+
+
+def report_nonfinite(run: Run) -> None:
+    """Warn if the training has left weights that are not finite, and set :attr:`engine.loop.run.Run.nonfinite`. Waits for the device.
+
+    A loss that is NaN makes the weights NaN, and they stay it. So this finds what has happened between log boundaries, and what no loss shows: in manual
+    optimization, or in the running statistics of batch norms, which a skipped step has changed, too.
+    """
+    if not run.state.step:
+        return
+    names = sorted(set().union(*gather_json(run.engine.group, _nonfinite(run))))
+    run.nonfinite = tuple(names[:MOST])
+    if names and run.is_main_process:
+        logger.warning(
+            "the training ends at step %d with weights that are NaN or infinite: %s%s. Continue from an earlier checkpoint; Fit(on_nonfinite='raise') "
+            "ends a run at the first such step and names the parameters, 'skip' leaves such steps out, detect_anomaly=True finds the operation",
+            run.step,
+            ", ".join(names[:MOST]),
+            f" and {len(names) - MOST} more" if len(names) > MOST else "",
+        )
+
+
+@torch.no_grad()
+def _nonfinite(run: Run) -> list[str]:
+    """The names of this rank's trained parameters that are not finite, and of its buffers with a NaN; a buffer may be infinite, as a mask is."""
+    strategy, flags = run.engine.strategy, dict[str, Tensor]()
+    for name, parameter in run.module.named_parameters():
+        if parameter.requires_grad and (values := _values(strategy.local([parameter])[0])) is not None:
+            flags[name] = ~values.isfinite().all()
+    for name, buffer in run.module.named_buffers():
+        if (values := _values(strategy.local([buffer])[0])) is not None:
+            flags[name] = values.isnan().any()
+    if not flags:
+        return []
+    are_bad = torch.stack([flag.to(run.device) for flag in flags.values()]).tolist()  # waits for the device once
+    return [name for name, is_bad in zip(flags, are_bad, strict=True) if is_bad]
+
+
+def _values(tensor: Tensor) -> Tensor | None:
+    """The tensor's values in a format that can be checked; ``None`` if there are none: it has no elements here, or is of integers."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.device.type == "meta" or not tensor.numel():
+        return None
+    return tensor.float() if tensor.element_size() == 1 else tensor
