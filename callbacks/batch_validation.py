@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from torch import nn
 
-from engine import Callback, Every, Run
+from engine import Callback, Duration, Every, Run
 
 _NEVER = 1 << 62
 
@@ -18,7 +18,8 @@ class BatchValidation(Callback):
         interval: micro-batches of one rank; a float is a share of an epoch, rounded down to whole micro-batches.
         epochs: count from the start of each epoch, and validate in every ``epochs``-th one; ``None``: count across epochs.
 
-    A validation that is due between the micro-batches of one optimizer step runs before the first of them: the weights are the same.
+    A validation that is due between the micro-batches of one optimizer step runs before the first of them: the weights are the same. The callback takes
+    the place of ``val_every``, also of ``val_every=None``; under ``fast_dev_run`` it does nothing.
 
     Raises:
         ValueError: before the first step, if ``interval`` is longer than an epoch or shorter than an optimizer step.
@@ -28,16 +29,31 @@ class BatchValidation(Callback):
         self.interval, self.epochs = interval, epochs
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
-        if stage == "fit":
-            run.val_every = _BatchInterval(run, self.interval, self.epochs)
+        if stage == "fit" and not run.settings.fast_dev_run:
+            run.val_every = BatchInterval(run, self.interval, self.epochs)
 
 
-class _BatchInterval(Every):
+class BatchInterval(Every):
     """The interval of :class:`BatchValidation`, measured with the counters of a run."""
 
     def __init__(self, run: Run, interval: int | float, epochs: int | None) -> None:
         super().__init__(None)
         self.run, self.interval, self.epochs = run, interval, epochs
+
+    @property
+    def is_never(self) -> bool:
+        return False
+
+    @property
+    def is_at_epoch_ends(self) -> bool:
+        return self.batches is None
+
+    @property
+    def pace(self) -> Duration | None:
+        length, epochs = self.run.num_train_batches, self.epochs or 1
+        if self.batches is None or not length:
+            return Duration("epochs", epochs)
+        return Duration("epochs", epochs * self.batches / length)
 
     @property
     def batches(self) -> int | None:

@@ -22,8 +22,9 @@ class EarlyStopping(Callback):
     The callback checks after each validation. At an epoch's end it waits until the epoch's own values are known; within an epoch, a metric that
     training logs has the value of the latest step. In a run without validation it checks at the end of each epoch. Values are reduced over all
     ranks, so all ranks stop at the same step. They are compared in torch's default dtype (float32), as in Lightning: a smaller difference is
-    not an improvement. The sanity check and ``fast_dev_run`` do not count. ``Result.stop_reason`` has the reason. The arguments mean the
-    same as in Lightning.
+    not an improvement. A request to stop that waits for ``min_epochs`` or ``min_steps`` is withdrawn if the metric has recovered by then, unless it
+    had reached ``stopping_threshold``. The sanity check and ``fast_dev_run`` do not count. ``Result.stop_reason`` has the reason. The arguments mean
+    the same as in Lightning.
     """
 
     is_early_stopping = True
@@ -73,27 +74,30 @@ class EarlyStopping(Callback):
         self.stopped_epoch: int | None = None
         """The epoch (from 0) in which this callback stopped the run."""
         self._training = False
+        self._asked: str | None = None
+        """The reason of a request to stop that may wait for ``min_epochs`` and ``min_steps``, and does not count once the metric has recovered."""
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
-        self._training = False
+        self._training, self._asked = False, None
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._training = not run.settings.fast_dev_run
+        if self._asked is not None and self._asked in run.waiting_stops:
+            return
         if self._training and run.step and self.wait_count >= self.patience:  # it stopped the run that is resumed
-            run.stop(
-                f"EarlyStopping: {self.monitor} had not improved in the last {self.wait_count} checks (best: {self.best_score})"
-            )
+            self._asked = f"EarlyStopping: {self.monitor} had not improved in the last {self.wait_count} checks (best: {self.best_score})"
+            run.stop(self._asked)
 
     def on_train_end(self, run: Run, module: nn.Module) -> None:
         self._training = False
 
     def on_validation_end(self, run: Run, module: nn.Module) -> None:
-        if self._training and not _validates_at_ends(run):
+        if self._training and not run.val_every.is_at_epoch_ends:
             self._check(run)
 
     def on_train_epoch_end(self, run: Run, module: nn.Module) -> None:
-        validates = any(count != 0 for count in run.num_eval_batches) and run.settings.val_every is not None
-        if self._training and (not validates or (_validates_at_ends(run) and run.validated_step == run.step)):
+        validates = any(count != 0 for count in run.num_eval_batches) and not run.val_every.is_never
+        if self._training and (not validates or (run.val_every.is_at_epoch_ends and run.validated_step == run.step)):
             self._check(run)
 
     @property
@@ -101,12 +105,14 @@ class EarlyStopping(Callback):
         return f"{type(self).__qualname__}[monitor={self.monitor!r}, mode={self.mode!r}]"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"wait_count": self.wait_count, "best_score": self.best_score, "stopped_epoch": self.stopped_epoch}
+        state = {"wait_count": self.wait_count, "best_score": self.best_score, "stopped_epoch": self.stopped_epoch}
+        return state if self._asked is None else {**state, "asked": self._asked}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.wait_count = state["wait_count"]
         self.best_score = state["best_score"]
         self.stopped_epoch = state["stopped_epoch"]
+        self._asked = state.get("asked")
 
     def _check(self, run: Run) -> None:
         metrics = run.latest_metrics()
@@ -120,9 +126,18 @@ class EarlyStopping(Callback):
                 f"log it with self.log({self.monitor!r}, value) in {where}"
             )
         reason = self._reason_to_stop(metrics[self.monitor])
+        waits = self._asked is not None and self._asked in run.waiting_stops
         if reason is not None:
             self.stopped_epoch = run.epoch
-            run.stop(reason)
+            if not waits:
+                has_reached = self.stopping_threshold is not None and self._is_better(
+                    metrics[self.monitor], self.stopping_threshold
+                )
+                self._asked = None if has_reached else reason
+                run.stop(reason)
+        elif self._asked is not None and waits:
+            run.withdraw_stop(self._asked)
+            self._asked = self.stopped_epoch = None
 
     def _reason_to_stop(self, value: float) -> str | None:
         """Check one value; return why to stop, or ``None``."""
@@ -147,9 +162,3 @@ class EarlyStopping(Callback):
 
         first, second = torch.tensor([value, reference])
         return bool(first + margin < second if self.mode == "min" else first - margin > second)
-
-
-def _validates_at_ends(run: Run) -> bool:
-    """Whether validation runs only at ends of epochs."""
-    every = run.settings.val_every
-    return every is not None and every.unit == "epochs" and isinstance(every.value, int)

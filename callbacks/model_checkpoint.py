@@ -25,11 +25,14 @@ _LONGEST_NAME = 200
 class ModelCheckpoint(Callback):
     """Saves checkpoints at an interval, and when training ends, fails or is terminated; keeps the best and the last.
 
-    Without ``monitor`` a checkpoint is saved as soon as it is due. With ``monitor`` it waits for the end of the next validation,
-    because a score counts only if it was measured on exactly the saved weights; give a second ``ModelCheckpoint``
-    without ``monitor`` to also save between validations. In a run without validation the score is the last value logged in training, over all
+    A checkpoint is saved as soon as it is due. With ``monitor`` it is ranked by its score, which counts only if it was measured on exactly the saved
+    weights. So a step that validation follows is saved after it, with its score. A checkpoint that is due between validations has no score, and the
+    next validation's weights are saved as well. If ``every`` counts whole epochs, the validations within such an epoch are candidates, too: their
+    weights are saved if they are among the best.
+
+    In a run without validation the score is the last value logged in training, over all
     ranks: after an epoch the epoch's value, if it has one, otherwise the latest step's, also between log boundaries. Lower scores win with
-    ``mode="min"``; NaN and a missing score lose against every number; among equal scores the earlier wins.
+    ``mode="min"``; NaN and a missing score lose against every number; among equal scores the earlier wins, among missing ones the later.
 
     Training continues while a checkpoint is written. A failed write is reported as an error in the log, and older checkpoints are kept.
     At the end of training (or at SIGTERM, or Ctrl-C) a checkpoint is saved, unless this step has one already. After an error in a run of
@@ -135,14 +138,14 @@ class ModelCheckpoint(Callback):
         return self.dirpath
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
-        self._training = False
+        self._training = self._waits_for_score = False
         run.checkpoints_at(self.dirpath, self.max_failures)
         if stage == "fit":
             self._storage = run.checkpoints.folder.storage
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._training = True
-        self._waits_for_score, self._save_under_way = False, None
+        self._save_under_way = None
         self._first_step = run.step
         if run.step == 0:
             self.scores, self.names, self.permanent = {}, {}, set()
@@ -165,10 +168,29 @@ class ModelCheckpoint(Callback):
             self._plan_next(step)
 
     def on_validation_end(self, run: Run, module: nn.Module) -> None:
+        elapsed_s, epochs = run.elapsed_s, run.epochs
+        if not self._training or (
+            _is_epoch_end(run) and self.every.is_due(run.step, run.epoch + 1, elapsed_s, epochs)
+        ):  # at an epoch's end on_train_epoch_end saves
+            return
+        # If the run has resumed from a checkpoint of this step, nothing has asked yet whether a save is due.
+        self._save_if_due(run, run.step, None)
         # A signal may have cut off the validation of the step that this run resumed from: its checkpoint has no score yet.
-        unscored = run.step == self._first_step and self.monitor is not None and self.scores.get(run.step, 0.0) is None
-        if self._training and (self._waits_for_score or unscored):
+        is_unscored = run.step in self.scores and self.scores[run.step] is None
+        if self.monitor is not None and (self._waits_for_score or is_unscored or self._is_candidate(run)):
             self._save(run)
+
+    def _is_candidate(self, run: Run) -> bool:
+        """Whether the weights that were validated within an epoch are among the best. All ranks call this together."""
+        duration = self.every.duration
+        if duration is None or duration.unit != "epochs" or self.every.of_epochs or run.step in self.scores:
+            return False
+        if _is_epoch_end(run) or (run.epoch + 1) % duration.value:
+            return False
+        # A metric that training logs was not measured by this validation.
+        if self.monitor not in run.metrics or self.monitor in run.logbook.from_training:
+            return False
+        return run.step in self._best({**self.scores, run.step: run.metrics[self.monitor]})
 
     def on_train_epoch_end(self, run: Run, module: nn.Module) -> None:
         if self._training:
@@ -183,7 +205,7 @@ class ModelCheckpoint(Callback):
             self._catch_up(run)
             if run.step not in self.names and self.save_last:
                 # The checkpoint was lost: now its error ends the run.
-                run.save_checkpoint(self._name(run, self._metrics(run)))
+                run.save_checkpoint(self._name(run, self._metrics(run), None))
         self._training = False
         self._set_best_and_last(run)
 
@@ -196,8 +218,9 @@ class ModelCheckpoint(Callback):
                 return  # a run cannot continue from the middle of a step
             if run.step > self._first_step and run.step not in self.scores:
                 run.engine.settle()
-                name = self._name(run, self._metrics(run))
+                name = self._name(run, self._metrics(run), None)
                 self.scores[run.step], self.names[run.step] = None, name
+                self._waits_for_score = self.monitor is not None and _has_validation(run)
                 run.last_checkpoint = run.save_checkpoint(name)
 
     @property
@@ -211,6 +234,7 @@ class ModelCheckpoint(Callback):
             "scores": None if self.monitor is None else list(self.scores.values()),
             "names": {step: name for step, name in self.names.items() if name != _usual_name(step)},
             "permanent": set(self.permanent),
+            **({"waits_for_score": True} if self._waits_for_score else {}),
             "every": self.every.state_dict(),
             "keep_every": self.keep_every.state_dict(),
         }
@@ -230,6 +254,7 @@ class ModelCheckpoint(Callback):
         ):
             raise ValueError("its state lacks valid steps, scores and names of checkpoints")
         self.scores, self.names, self.permanent = scores, names, permanent
+        self._waits_for_score = state.get("waits_for_score") is True
         self.every.load_state_dict(state["every"])
         self.keep_every.load_state_dict(state["keep_every"])
 
@@ -244,7 +269,7 @@ class ModelCheckpoint(Callback):
         if self.every.due(step, epoch_end, elapsed_s, epochs):
             run.engine.settle()  # a step whose overflow check is still on the device now counts, or was skipped
             self._waits_for_score = self.monitor is not None and _has_validation(run) and run.validated_step != run.step
-            if not self._waits_for_score:
+            if not (self._waits_for_score and epoch_end is None and _validates_now(run)):
                 self._save(run)
 
     def _save(self, run: Run, last: bool = False) -> None:
@@ -253,11 +278,13 @@ class ModelCheckpoint(Callback):
         Args:
             last: the run ends here. After Ctrl-C or SIGTERM its checkpoint is kept whatever its score: a later run resumes from it.
         """
-        self._waits_for_score = False
         self._catch_up(run)
         metrics = run.latest_metrics() if self.monitor is not None else self._metrics(run)
         step, earlier = run.step, (dict(self.scores), dict(self.names))
-        scores = {**self.scores, step: self._score(run, metrics)}
+        score = self._score(run, metrics)
+        scores = {**self.scores, step: score}
+        # Set before saving, like scores and names: a run that resumes from this checkpoint validates, and saves it with its score.
+        self._waits_for_score = score is None and self.monitor is not None
         if self._permanent_next:
             self.permanent.add(step)
         kept_steps = self._steps_to_keep(scores) | ({step} if last and run.preempted else set())
@@ -265,16 +292,19 @@ class ModelCheckpoint(Callback):
             return
         self._permanent_next = False
         # Set before saving: the checkpoint's own state then counts the checkpoint itself.
-        self.names[step] = self._name(run, metrics)
+        unscored_name = self.names.get(step)
+        self.names[step] = self._name(run, metrics, score)
         self.scores = scores
         removed_names = [self.names[old] for old in scores if old not in kept_steps]
+        if unscored_name not in (None, self.names[step]):
+            removed_names.append(unscored_name)
         self._keep_only(kept_steps)
-        score = None if scores[step] is None else {"monitor": self.monitor, "mode": self.mode, "value": scores[step]}
+        entry = None if score is None else {"monitor": self.monitor, "mode": self.mode, "value": score}
         try:
             names_in_use = _kept_names(run)
             removed_names = [name for name in removed_names if name not in names_in_use]
             path = run.save_checkpoint(
-                self.names[step], score=score, asynchronous=self.asynchronous, tolerant=True, remove=removed_names
+                self.names[step], score=entry, asynchronous=self.asynchronous, tolerant=True, remove=removed_names
             )
             self.names[step] = str(path).rpartition("/")[2]  # another one if a checkpoint of that name must stay
         except BaseException:
@@ -305,7 +335,13 @@ class ModelCheckpoint(Callback):
         """Values that the file name may contain."""
         return run.latest_metrics() if self._names_metrics else run.metrics
 
-    def _name(self, run: Run, metrics: Mapping[str, float]) -> str:
+    def _name_without_metrics(self, run: Run) -> str:
+        """The name of a checkpoint that was not validated, if ``filename`` has metrics."""
+        return _usual_name(run.step)
+
+    def _name(self, run: Run, metrics: Mapping[str, float], score: float | None) -> str:
+        if self._names_metrics and score is None and self.monitor is not None and _has_validation(run):
+            return self._name_without_metrics(run)  # the metrics of an earlier step, or none
         values: dict[str, Any] = {**metrics, "epoch": run.state.epoch, "step": run.step}
         try:
             name = self.filename.format_map(values).replace("/", "_")
@@ -340,16 +376,20 @@ class ModelCheckpoint(Callback):
             return sorted(scores, reverse=True)
         sign = 1.0 if self.mode == "min" else -1.0
 
-        def key(step: int) -> tuple[bool, float, int]:
+        def key(step: int) -> tuple[int, float, int]:
             score = scores[step]
-            return (True, 0.0, step) if score is None or math.isnan(score) else (False, sign * score, step)
+            if score is None:
+                return 2, 0.0, -step
+            return (1, 0.0, step) if math.isnan(score) else (0, sign * score, step)
 
         return sorted(scores, key=key)
 
+    def _best(self, scores: dict[int, float | None]) -> list[int]:
+        """The ``save_top_k`` best steps."""
+        return self._ranked(scores)[: None if self.save_top_k == -1 else self.save_top_k]
+
     def _steps_to_keep(self, scores: dict[int, float | None]) -> set[int]:
-        steps = set(self._ranked(scores)[: None if self.save_top_k == -1 else self.save_top_k]) | (
-            self.permanent & scores.keys()
-        )
+        steps = {*self._best(scores), *(self.permanent & scores.keys())}
         return steps | {max(scores)} if self.save_last else steps
 
     def _set_best_and_last(self, run: Run) -> None:
@@ -423,4 +463,18 @@ def _kept_names(run: Run) -> set[str]:
 
 
 def _has_validation(run: Run) -> bool:
-    return run.settings.val_every is not None and any(count != 0 for count in run.num_eval_batches)
+    """Whether validation measures the weights now and then."""
+    return not run.val_every.is_never and any(count != 0 for count in run.num_eval_batches)
+
+
+def _validates_now(run: Run) -> bool:
+    """Whether validation follows the step that has just been done, before anything else of the training."""
+    every, elapsed_s = run.val_every, run.elapsed_s
+    return every.is_due(run.step, None, elapsed_s, run.epochs) or (
+        _is_epoch_end(run) and every.is_due(run.step, run.epoch + 1, elapsed_s, run.epochs)
+    )
+
+
+def _is_epoch_end(run: Run) -> bool:
+    """Whether the epoch's data is used up, as far as its length is known."""
+    return run.num_train_batches is not None and run.state.batch_idx >= run.num_train_batches

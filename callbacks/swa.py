@@ -70,7 +70,7 @@ class SWA(WeightAveraging):
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         super().setup(run, module, stage)
         if stage == "fit":
-            self._start = self._first_epoch(run.settings.max_epochs)
+            self._start = self._first_epoch(run.max_epochs)
             self._annealing_start, self._rates_before, self._current_rates = None, [], []
 
     def _first_epoch(self, max_epochs: int | None) -> int:

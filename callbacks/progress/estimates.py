@@ -221,7 +221,7 @@ class RunEstimates:
 
     def _validations_left(self, run: Run, steps: int, batches: int, training_s: float) -> int:
         """Number of validations in the next ``steps`` with ``batches`` micro-batches, which take ``training_s`` seconds."""
-        every, state = run.val_every.duration, run.state
+        every, state = run.val_every.pace, run.state
         if every is None or not run.val_loaders:
             return 0
         if every.unit == "seconds":

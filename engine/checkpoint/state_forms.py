@@ -60,7 +60,15 @@ SHARED_FORM = {
 }
 _SUM = (*NUMBER, Tensor, None)
 _LOGGED = {...: {"options": list, "total": _SUM, "weight": _SUM}}
-OWN_FORM = {"place": [COUNT], "rng": dict, "recorder": _LOGGED, "metrics": dict, "logged": dict, "streams": list}
+OWN_FORM = {
+    "place": [COUNT],
+    "rng": dict,
+    "recorder": _LOGGED,
+    "metrics": dict,
+    "logged": dict,
+    "waiting_stops": [str],
+    "streams": list,
+}
 OPTIM_FORM = {"state": dict, "param_groups": [{"params": list}]}
 ENTRY_PLACE = "checkpoint entry"
 """The kind of place under which extensions know names of a checkpoint's entries."""

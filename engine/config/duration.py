@@ -157,6 +157,21 @@ class Every:
             self._interval = Fraction(self._interval).limit_denominator(1_000_000)
             self._reached = self._fraction
 
+    @property
+    def is_never(self) -> bool:
+        """Whether the trigger is never due."""
+        return self.duration is None
+
+    @property
+    def is_at_epoch_ends(self) -> bool:
+        """Whether the trigger is due at ends of epochs only."""
+        return self._reached == self._epochs
+
+    @property
+    def pace(self) -> Duration | None:
+        """How often the trigger is due on average, for estimates; ``None``: never."""
+        return self.duration
+
     def start(self, step: int, epochs: Fraction | None = None) -> None:
         """Skip the multiples up to this step. No effect after :meth:`load_state_dict`, which restores how many have passed."""
         can_count = self._reached == self._steps or (
@@ -181,6 +196,14 @@ class Every:
             return False
         self._last_step, self._last_s = step, elapsed_s
         return True
+
+    def is_due(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None = None) -> bool:
+        """Whether :meth:`due` would return true now; arguments as there. The trigger stays as it is."""
+        before = self._last_step, self._last_s, self._multiples
+        try:
+            return self.due(step, epoch_end, elapsed_s, epochs)
+        finally:
+            self._last_step, self._last_s, self._multiples = before
 
     def keep_due(self) -> None:
         """Make the trigger due again, also after a resume, because the action for which it was due was interrupted."""

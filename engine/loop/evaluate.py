@@ -26,8 +26,13 @@ from engine.utils.seed import isolated
 from engine.utils.tree import full_tensor, map_tensors
 
 
-def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
-    """Validate, during training or before it; restore gradients, random number states and every module's train/eval flag afterwards."""
+def validate(run: Run, limit: int | None = None, *, was_due: bool = True) -> list[dict[str, float]]:
+    """Validate, during training or before it; restore gradients, random number states and every module's train/eval flag afterwards.
+
+    Args:
+        limit: the maximum number of batches per loader.
+        was_due: the interval between validations has asked for this one, and asks again if it does not come to its end.
+    """
     previous_validated_step = run.state.validated_step
     if run.stage == "fit":
         if previous_validated_step == run.state.step:
@@ -39,15 +44,22 @@ def validate(run: Run, limit: int | None = None) -> list[dict[str, float]]:
     run.engine.checkpoint_writer.before_validation()
     for loader in run.loaders.validation:
         loader.set_epoch(run.state.epoch)  # so that a shuffled loader gives the same order after a resume
+    results: list[dict[str, float]] = []
+    completed = False
     try:
         with run.garbage.automatic(), run.optimizer_set.modes.evaluating():
             results = evaluate(
                 run, run.loaders.validation, "validation", run.placed.evaluation_step("validation_step"), limit
             )
+        completed = True
     except Preempted:
-        run.logbook.record_to(outer_recorder)
-        run.state.validated_step, results = previous_validated_step, []
-        run.intervals.validation.keep_due()
+        pass
+    finally:
+        if not completed:  # interrupted, or ended by an error: a run that resumes from here validates again
+            run.logbook.record_to(outer_recorder)
+            run.state.validated_step = previous_validated_step
+            if was_due:
+                run.intervals.validation.keep_due()
     run.times.validation += time.perf_counter() - began - (run.times.checkpoint - checkpoint_s)
     if run.stage == "fit":
         run.control.agree_now()

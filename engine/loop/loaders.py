@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from engine.config.duration import Every
 from engine.config.settings import Settings
 from engine.data.combined import CombinedLoader
 from engine.data.datamodule import DataModule
@@ -124,10 +125,14 @@ class RunLoaders:
         """Whether the training loader will come from the data module or the module, and has not been asked for yet."""
         return self._user_loaders.get("train") is None and self.train is None
 
-    def for_validation(self) -> list[PreparedLoader]:
-        """Prepare the validation loaders of a training; ``[]`` when validation is switched off or the module has no ``validation_step``."""
+    def for_validation(self, every: Every) -> list[PreparedLoader]:
+        """Prepare the validation loaders of a training; ``[]`` when validation is switched off or the module has no ``validation_step``.
+
+        Args:
+            every: when validation is due.
+        """
         settings, module = self._settings, self._module
-        if settings.limit_val_batches == 0 or settings.val_every is None:
+        if settings.limit_val_batches == 0 or every.is_never:
             return []
         loaders = self._prepare("validation")
         if loaders and not overrides(module, "validation_step"):

@@ -125,6 +125,7 @@ class Run:
             agreement.stopwatch,
             self.items,
             self.intervals,
+            self.control,
         )
         self.warned: set[str] = set()
         """The warnings that this run has given already: ``"nan"``, ``"endless"``."""
@@ -311,6 +312,16 @@ class Run:
             level: the urgency of the request; those of signals stop a training before its minimum.
         """
         self.control.ask(reason, level)
+
+    def withdraw_stop(self, reason: str) -> None:
+        """Withdraw this rank's request to stop with this ``reason``, while it waits for ``min_epochs`` and ``min_steps``."""
+        self.control.withdraw(reason)
+
+    @property
+    def waiting_stops(self) -> tuple[str, ...]:
+        """The reasons of this rank's requests to stop that wait for ``min_epochs`` and ``min_steps``. Checkpoints have them, so that a resumed run stops
+        there too."""
+        return tuple(self.control.waiting)
 
     @property
     def may_stop(self) -> bool:

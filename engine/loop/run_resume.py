@@ -72,6 +72,7 @@ def _continue(run: Run, loaded: Loaded, how: Resume) -> None:
         snapshot.restore_optimizers(loaded, how)
     own_state = engine.snapshot.own_state(loaded)
     snapshot.restore_logged_values(loaded, own_state)
+    snapshot.restore_waiting_stops(loaded, own_state)
     snapshot.restore_stream(loaded, own_state)
     engine.snapshot.restore_random_numbers(loaded, own_state)  # last: restoring something else may draw some
     if engine.is_main_process:

@@ -28,6 +28,7 @@ from engine.loop.callback_states import load_states, states
 from engine.loop.loaders import RunLoaders
 from engine.loop.logbook import Logbook
 from engine.loop.state import Tally, TrainState
+from engine.loop.stopping import StopControl
 from engine.loop.timing import Intervals
 from engine.metrics.recorder import named
 from engine.metrics.torchmetrics_states import load_metric_states, metric_states
@@ -57,6 +58,7 @@ class RunSnapshot:
     stopwatch: Stopwatch
     items: Tally
     intervals: Intervals
+    control: StopControl
 
     def trained(self) -> TrainedObjects:
         """The module, and its optimizers and schedulers as they are now: hooks may replace them."""
@@ -122,6 +124,8 @@ class RunSnapshot:
             "metrics": metric_states(self.module),
             "logged": recorder.logged_metrics(),
         }
+        if self.control.waiting:
+            logged_values["waiting_stops"] = list(self.control.waiting)
         # training_step of manual optimization changes weights when it likes, and so do optimizers that switch between two kinds of weights.
         any_time = not self.module.automatic_optimization or bool(self.optimizer_set.modes.switched)
         return replace(
@@ -272,6 +276,15 @@ class RunSnapshot:
             if last is not None and "logged" in last:
                 logged = [row["logged"] for row in rows] or [named(last["logged"])]
                 loaded.load_into("the logged metrics", recorder.load_logged_metrics, logged)
+
+    def restore_waiting_stops(self, loaded: Loaded, own_state: Fields | None) -> None:
+        """Restore this rank's requests to stop that wait for ``min_epochs`` and ``min_steps``; rank 0 takes over those of all ranks if the ranks are not
+        those that saved. ``own_state``: as in :meth:`restore_logged_values`."""
+        if own_state is not None:
+            rows = [own_state]
+        else:
+            rows = list(loaded.of_all_ranks()) if self.engine.is_main_process else []
+        self.control.waiting[:] = dict.fromkeys(reason for row in rows for reason in row.get("waiting_stops", ()))
 
     def restore_stream(self, loaded: Loaded, own_state: Fields | None) -> None:
         """Restore the state of training data that is a stream: this rank's own, or rank 0's if the ranks are not those that saved."""

@@ -168,25 +168,25 @@ def check_best(run: Run) -> None:
 def prepare_loaders(run: Run) -> None:
     """Prepare the loaders of training and validation, and what depends on them."""
     run.loaders.training()
-    run.loaders.for_validation()
+    run.loaders.for_validation(run.val_every)
     connect_metrics(run.module, run.engine.group, run.engine.loss_group)
     check_min_steps(run)
 
 
 def check_min_steps(run: Run) -> None:
     """Refuse a ``min_steps`` that ``max_epochs`` cannot reach, if the number of steps per epoch is known."""
-    settings, loaders = run.settings, run.loaders
+    settings, loaders, max_epochs = run.settings, run.loaders, run.max_epochs
     if (
         settings.min_steps is None
-        or settings.max_epochs is None
+        or max_epochs is None
         or loaders.train_batches is None
         or not run.module.automatic_optimization
     ):
         return
-    steps = loaders.steps(settings.max_epochs)
+    steps = loaders.steps(max_epochs)
     if steps < settings.min_steps:
         raise ValueError(
-            f"min_steps={settings.min_steps} and max_epochs={settings.max_epochs}: the training would end after {steps} step(s); give max_steps or "
+            f"min_steps={settings.min_steps} and max_epochs={max_epochs}: the training would end after {steps} step(s); give max_steps or "
             "more epochs"
         )
 

@@ -56,13 +56,19 @@ class StopControl:
         """The next step after which something may be due: a limit, validation, publishing, garbage collection."""
         self.below_min_steps = False
         """Whether ``min_steps`` is not reached yet; the same on all ranks."""
-        self._postponed: str | None = None
-        """The reason to stop once ``min_epochs`` and ``min_steps`` are reached."""
+        self.waiting: list[str] = []
+        """The reasons of this rank's requests to stop that wait until ``min_epochs`` and ``min_steps`` are reached."""
+        self._is_early = False
 
     @property
     def elapsed_s(self) -> float:
         """Seconds of training, including those before a resume; with several ranks, the value on which they agreed last."""
         return self.agreement.elapsed_s if self._group.world_size > 1 else self.stopwatch.seconds()
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether the training ends because of a request or ``max_time``, rather than at another limit or because of a signal."""
+        return self._is_early and not self.preempted
 
     @property
     def may_stop(self) -> bool:
@@ -82,20 +88,25 @@ class StopControl:
         stop at the next step at which they agree (about 0.5 s later).
         """
         if urgency == STOP and not self.may_stop:
-            if self._postponed is None:
+            if reason not in self.waiting:
                 minimum = {"min_epochs": self._settings.min_epochs, "min_steps": self._settings.min_steps}
                 waits_for = ", ".join(f"{name}={value}" for name, value in minimum.items() if value is not None)
                 logger.info("%s: the training continues until %s", reason, waits_for)
-                self._postponed = reason
+                self.waiting.append(reason)
             return
         if self.request is None or urgency > self.urgency:
             self.request, self.urgency = reason, max(urgency, self.urgency)
 
     def ask_postponed(self) -> None:
-        """Make a request that came before ``min_epochs`` and ``min_steps``, once these are reached."""
-        if self._postponed is not None and self.may_stop:
-            self.ask(self._postponed)
-            self._postponed = None
+        """Make the request that came first before ``min_epochs`` and ``min_steps``, once these are reached."""
+        if self.waiting and self.may_stop:
+            self.ask(self.waiting[0])
+            self.waiting.clear()
+
+    def withdraw(self, reason: str) -> None:
+        """Withdraw the request with this ``reason``, if it waits for ``min_epochs`` and ``min_steps``."""
+        if reason in self.waiting:
+            self.waiting.remove(reason)
 
     def agree_now(self) -> bool:
         """Find out whether any rank has asked to stop, and if so stop; return whether. A collective: every rank calls this at the same place."""
@@ -115,6 +126,7 @@ class StopControl:
                 TERMINATE: "terminated (SIGTERM on another rank)",
             }
             self.reason = self.request or reasons_elsewhere.get(level, "another rank asked to stop")
+            self._is_early = True
 
     def limit_reached(self, epoch_batches: int | None, before: bool = False) -> bool:
         """Return whether the training ends here, by a limit or because the ranks have agreed to stop; a limit sets :attr:`reason`.
@@ -135,6 +147,7 @@ class StopControl:
             self.reason = f"max_epochs={self.max_epochs} {reached}"
         elif max_time is not None and self.elapsed_s >= max_time.value and self.may_stop:
             self.reason = f"max_time={max_time} {reached}"
+            self._is_early = True
         return bool(self.reason)
 
     @contextmanager

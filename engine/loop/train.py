@@ -27,7 +27,7 @@ def train(run: Run) -> None:
             at the end of an accumulation window: finish gradients; optimizer step; step schedulers; zero_grad
             on_train_batch_end
             at the end of a step, when due: log, validate, stop
-        validate when due; on_train_epoch_end; log; epoch schedulers
+        validate when due, or when the training stops early; on_train_epoch_end; log; epoch schedulers
     """
     state, control, loaders = run.state, run.control, run.loaders
     loaders.locate(state)
@@ -41,10 +41,13 @@ def train(run: Run) -> None:
         and run.intervals.validation.due(state.step, None, control.elapsed_s, run.epochs)
     ):
         validate(run)  # the run that saved this step was killed before its validation
+    control.ask_postponed()  # the run that saved this step may have ended before it could
     control.agree_now()  # a callback may have asked to stop before the first step
     resumed = state.step > 0
-    while not control.limit_reached(loaders.train_batches, before=resumed):
-        resumed = False
+    # The run that saved the epoch's last step ended before it could validate and call the hooks of the epoch's end.
+    end_is_due = not state.epoch_done and state.position > 0 and loaders.train_batches == state.batch_idx
+    while end_is_due or not control.limit_reached(loaders.train_batches, before=resumed):
+        resumed = end_is_due = False
         train_epoch(run)
         if not state.epoch_done:
             break
@@ -201,8 +204,8 @@ def call_epoch_hooks(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
 
 
 def end_epoch(run: Run) -> None:
-    """Validate when due, call hooks, publish the epoch's values and step schedulers. An epoch that ends early keeps its position and its values, and
-    its schedulers do not step."""
+    """Validate when due, and when the training stops early; call hooks, publish the epoch's values and step schedulers. An epoch that ends early keeps
+    its position and its values, and its schedulers do not step."""
     run.engine.settle()
     state, module, control = run.state, run.module, run.control
     exhausted = run.loaders.train_batches is not None and state.batch_idx >= run.loaders.train_batches
@@ -218,9 +221,12 @@ def end_epoch(run: Run) -> None:
         validate(run)
         # If Ctrl-C or SIGTERM has interrupted the validation, the epoch is not complete: a resumed run validates, then ends it.
         epoch_complete = state.validated_step == state.step
+    elif control.stops_early and run.loaders.validation:
+        validate(run, was_due=False)  # so that the last weights have a score
     call_epoch_hooks(run, run.hooks.on_train_epoch_end)
     training = run.logbook.training
-    run.publish(training.epoch_values(clear=epoch_complete), training)
+    if epoch_complete or not control.preempted:  # otherwise the resumed run completes these values
+        run.publish(training.epoch_values(clear=epoch_complete), training)
     if epoch_complete:
         for schedule in run.optimizer_set.schedules:
             if (

@@ -192,7 +192,7 @@ def _validation(run: Run, datamodule: DataModule | None, samples: int) -> list[s
     """The sentence that validation is not traced, in a list; an empty list if validation needs no more memory than training, whose batches are as
     large."""
     module, settings = run.module, run.settings
-    never_validates = settings.limit_val_batches == 0 or settings.val_every is None
+    never_validates = settings.limit_val_batches == 0 or run.val_every.is_never
     if never_validates or not overrides(module, "validation_step"):
         return []
     from_data = datamodule.val_dataloader() if datamodule is not None else None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.toys import Weight, fit, ones
 
-from callbacks import EarlyStopping
+from callbacks import BatchValidation, EarlyStopping, ModelCheckpoint
 
 
 @pytest.mark.parametrize(
@@ -132,3 +132,46 @@ def test_a_metric_that_is_not_logged_yet_may_be_waited_for(tmp_path):
     assert len(module.losses) == 4
     with pytest.raises(ValueError, match="this metric was not logged"):
         fit(tmp_path, max_epochs=2, callbacks=[EarlyStopping("never")]).run(Weight(), ones(2), ones(1))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"val_every": 0.25}, {"callbacks": BatchValidation(1)}, {"callbacks": BatchValidation(5, None)}]
+)
+def test_each_validation_within_an_epoch_is_a_check(make_fit, scripted, batches, settings):
+    # Best at the second validation; the third, fourth and fifth are not better.
+    module, stopping = scripted([5.0, 1.0, 3.0, 4.0, 5.0, 0.0]), EarlyStopping("score", patience=3)
+    callbacks = [settings["callbacks"]] if "callbacks" in settings else []
+    result = make_fit(max_epochs=9, **{**settings, "callbacks": [*callbacks, stopping]}).run(module, batches, batches)
+    assert (module.validations, stopping.wait_count, stopping.best_score) == (5, 3, 1.0)
+    assert result.step == (25 if settings.get("callbacks") and callbacks[0].interval == 5 else 5)
+
+
+@pytest.mark.parametrize(
+    ("scores", "threshold", "epochs", "stopped"),
+    [
+        ([1.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0], None, 5, 4),
+        ([1.0, 2.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4], None, 8, None),  # it has recovered
+        ([1.0, 2.0, 0.9, 0.8, 0.7, 0.7, 0.5, 0.4], None, 6, 5),  # and worsens again
+        ([1.0, 0.1, 0.05, 0.04, 0.03, 0.02, 0.01, 0.0], 0.5, 5, 4),
+        ([1.0, 0.1, 0.9, 0.05, 0.04, 0.03, 0.02, 0.0], 0.09, 5, 4),
+    ],
+)
+@pytest.mark.parametrize("killed_after", [None, 2, 3])
+def test_a_stop_waits_for_the_minimum_also_in_a_resumed_run(
+    make_fit, scripted, batches, tmp_path, scores, threshold, epochs, stopped, killed_after
+):
+    """``killed_after``: the epoch from whose checkpoint another run goes on."""
+
+    def run(resume: Any = None, done: int = 0, **settings: Any) -> Any:
+        stopping = EarlyStopping("score", patience=1, stopping_threshold=threshold)
+        callbacks = [stopping, ModelCheckpoint("1 epochs", save_top_k=-1)]
+        fit = make_fit(min_epochs=5, **{"max_epochs": 8, "callbacks": callbacks, **settings})
+        return fit.run(scripted(scores[done:]), batches, batches, resume=resume), stopping
+
+    if killed_after is None:
+        result, stopping = run()
+    else:
+        run()
+        result, stopping = run(tmp_path / "checkpoints" / f"step={4 * killed_after:08d}", killed_after)
+    assert (result.epoch, stopping.stopped_epoch) == (epochs, stopped)
+    assert result.status == ("completed" if epochs == 8 else "stopped")

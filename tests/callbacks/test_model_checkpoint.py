@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import ModelCheckpoint
+from callbacks import BatchValidation, ModelCheckpoint
 from engine import Callback, TrainModule
 from engine.checkpoint.json_tree import pack
 
@@ -96,15 +96,67 @@ def test_what_would_be_removed_at_once_is_not_written(make_fit, scripted, batche
 
 
 def test_a_score_belongs_to_the_weights_that_it_was_measured_on(make_fit, scripted, batches, tmp_path):
-    # Validation at steps 3, 6, 9, 12; due at 2, 4, 6, ...: each waits for the next validation, and none takes an older score.
+    # Validation at steps 3, 6, 9, 12; due at 2, 4, 6, ...: saved when due, and none takes an older score; the next validation is saved with its own.
     callback = ModelCheckpoint(every=2, monitor="score", save_top_k=-1)
     make_fit(max_steps=11, max_epochs=3, val_every="3 steps", callbacks=[callback]).run(
         scripted([0.3, 0.1, 0.2]), batches, batches
     )
-    assert callback.scores == {3: 0.3, 6: 0.1, 9: 0.2, 11: None}
-    assert steps_in(tmp_path) == [3, 6, 9, 11]
+    assert callback.scores == {2: None, 3: 0.3, 4: None, 6: 0.1, 8: None, 9: 0.2, 10: None, 11: None}
+    assert steps_in(tmp_path) == [2, 3, 4, 6, 8, 9, 10, 11]
     manifest = json.loads((path(tmp_path, 6) / "manifest.json").read_text())
     assert manifest["metrics"]["score"] == 0.1
+
+
+@pytest.mark.parametrize("monitor", [None, "score"])
+def test_it_saves_as_often_with_a_monitor(make_fit, scripted, batches, monitor):
+    # Epochs of 4 steps, validation at their ends: what is due in between is saved at once, what is due there once, with its score.
+    saves = Saves()
+    callback = ModelCheckpoint("2 steps", monitor, save_top_k=-1)
+    result = make_fit(max_epochs=4, callbacks=[callback, saves]).run(scripted([0.3, 0.1, 0.2, 0.4]), batches, batches)
+    assert saves.steps == [2, 4, 6, 8, 10, 12, 14, 16]
+    if monitor is not None:
+        assert callback.scores == {2: None, 4: 0.3, 6: None, 8: 0.1, 10: None, 12: 0.2, 14: None, 16: 0.4}
+        assert result.best_checkpoint.name == "step=00000008"
+
+
+def test_the_newest_without_a_score_is_kept_until_there_is_one(make_fit, scripted, batches, tmp_path):
+    class Kept(Callback):
+        seen = []
+
+        def on_train_batch_start(self, run, module, batch, batch_idx):
+            self.seen.append(list(callback.scores))
+
+    callback = ModelCheckpoint("2 steps", "score", save_last=False)
+    make_fit(max_steps=8, val_every="5 steps", callbacks=[callback, Kept()]).run(scripted([0.3]), batches, batches)
+    assert Kept.seen == [[], [], [2], [2], [4], [5], [5], [5]]
+
+
+def test_a_name_with_a_metric_waits_for_the_metric(make_fit, scripted, batches, tmp_path):
+    callback = ModelCheckpoint("1 steps", "score", save_top_k=-1, filename="{step}-{score:.1f}")
+    make_fit(max_steps=5, val_every="2 steps", callbacks=[callback]).run(scripted([0.3, 0.1]), batches, batches)
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step=00000001", "2-0.3", "step=00000003", "4-0.1", "step=00000005"}
+
+
+@pytest.mark.parametrize(
+    ("every", "scores"),
+    [
+        ("1 epochs", {3: 0.1, 5: 0.2, 6: 0.15}),
+        ("2 epochs", {5: 0.2, 6: 0.15}),
+        (None, {6: 0.15}),
+        ("4 steps", {4: 0.4, 6: 0.15}),
+    ],
+)
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_validations_within_an_epoch_count(make_fit, scripted, batches, every, scores, in_batches):
+    callback = ModelCheckpoint(every, "score", save_top_k=3)
+    extra, val_every = ([BatchValidation(1)], None) if in_batches else ([], 0.25)
+    result = make_fit(max_steps=6, val_every=val_every, callbacks=[*extra, callback]).run(
+        scripted([0.5, 0.3, 0.1, 0.4, 0.2, 0.15]), batches, batches
+    )
+    assert callback.scores == scores
+    assert callback.best_model_score == min(scores.values())
+    assert result.best_checkpoint.name == f"step={min(scores, key=scores.get):08d}"
 
 
 def test_a_validation_at_which_nothing_is_due_saves_nothing(make_fit, scripted, batches, tmp_path):

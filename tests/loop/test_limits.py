@@ -11,6 +11,7 @@ from support.ranks import ranks_of
 from support.toys import Weight, fit, ones
 from torch import Tensor
 
+from callbacks import ModelCheckpoint
 from engine import Callback
 
 
@@ -93,15 +94,77 @@ def test_overfitting_and_limits_contradict_each_other(tmp_path: Path) -> None:
     assert trainer.run(Weight(), ones(4)).step == 2
 
 
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [({"min_steps": 10}, 10), ({"min_epochs": 3}, 12), ({"min_epochs": 1, "min_steps": 5}, 5), ({"min_steps": 8}, 8)],
+)
+def test_a_stop_that_waits_is_in_the_checkpoint(tmp_path: Path, settings: Any, steps: int) -> None:
+    """Runs that go on from any checkpoint after the request, the last one included, end where the whole run ends."""
+    callbacks = [StopsAt(3), ModelCheckpoint(1, save_top_k=-1)]
+    whole = fit(tmp_path / "whole", max_epochs=6, callbacks=callbacks, **settings).run(Weight(), ones(4))
+    assert (whole.step, whole.stop_reason) == (steps, "enough")
+    for step in {3, 4, steps - 1, steps}:
+        checkpoint = tmp_path / "whole" / "checkpoints" / f"step={step:08d}"
+        resumed = fit(tmp_path / str(step), max_epochs=6, **settings).run(Weight(), ones(4), resume=checkpoint)
+        assert (resumed.step, resumed.stop_reason) == (steps, "enough"), step
+    later = fit(tmp_path / "later", max_epochs=6, min_steps=20).run(Weight(), ones(4), resume=checkpoint)
+    assert (later.step, later.stop_reason) == (20, "enough")
+
+
+class Validates(Weight):
+    """Writes down the steps that were validated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[int] = []
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated.append(round(-self.w.item()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "batch", "validated"),
+    [
+        ({}, 6, [4, 6]),
+        ({"val_every": "2 epochs"}, 6, [6]),
+        ({"val_every": "3 steps"}, 6, [3, 6]),
+        ({"val_every": "3 steps"}, 7, [3, 6, 7]),
+        ({"val_every": None}, 6, []),
+        ({"min_steps": 7}, 6, [4, 7]),
+        ({"val_every": "2 epochs"}, 4, [4]),
+        ({"max_time": "0.000001 s", "min_steps": 6}, 0, [4, 6]),
+        ({"max_steps": 6}, 0, [4]),
+    ],
+)
+def test_a_training_that_stops_early_validates_its_last_step(
+    tmp_path: Path, settings: Any, batch: int, validated: list[int]
+) -> None:
+    checkpoint, module = ModelCheckpoint("1 epochs", "val"), Validates()
+    callbacks = [StopsAt(batch), *([checkpoint] if validated else [])]
+    result = fit(tmp_path, **{"max_epochs": 9, "callbacks": callbacks, **settings}).run(module, ones(4), ones(1))
+    assert module.validated == validated
+    if validated:
+        assert checkpoint.scores[result.step] == (None if "max_steps" in settings else -result.step)
+
+
 def on_two_ranks(folder: str) -> list[Any]:
-    """Rank 1 alone asks to stop at its second batch; the minimum is five steps, then two epochs of four."""
+    """Rank 1 alone asks to stop at its second batch; the minimum is five steps, then two epochs of four. The last run goes on from step 3."""
     reached = []
     for settings in ({"min_steps": 5}, {"min_epochs": 2}):
         callback = StopsAt(2 if os.environ["RANK"] == "1" else 0)
         result = fit(folder, devices="auto", max_epochs=9, callbacks=callback, **settings).run(Weight(), ones(8))
         reached.append((result.step, result.status))
+    callbacks = [StopsAt(2 if os.environ["RANK"] == "1" else 0), ModelCheckpoint(1, save_top_k=-1)]
+    fit(f"{folder}/saved", devices="auto", min_steps=5, max_epochs=2, callbacks=callbacks).run(Weight(), ones(8))
+    where = f"{folder}/saved/checkpoints/step=00000003"
+    result = fit(f"{folder}/resumed", devices="auto", min_steps=5, max_epochs=9).run(Weight(), ones(8), resume=where)
+    reached.append((result.step, result.status))
     return reached
 
 
 def test_ranks_reach_the_minimum_together(tmp_path: Path) -> None:
-    assert ranks_of(on_two_ranks, 2, tmp_path) == 2 * [[[5, "stopped"], [8, "stopped"]]]
+    assert ranks_of(on_two_ranks, 2, tmp_path) == 2 * [[[5, "stopped"], [8, "stopped"], [5, "stopped"]]]
+    # The ranks that saved are not those that resume: rank 0 takes over what rank 1 has asked for.
+    where = tmp_path / "saved" / "checkpoints" / "step=00000003"
+    alone = fit(tmp_path / "alone", min_steps=5, max_epochs=9).run(Weight(), ones(8), resume=where)
+    assert (alone.step, alone.stop_reason) == (5, "enough")

@@ -250,6 +250,9 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
     def last_model_path(self) -> str:
         return super().last_model_path if self._has_last_path else ""
 
+    def _name_without_metrics(self, run: Any) -> str:
+        return own.ModelCheckpoint._name_without_metrics(self, run) + self.FILE_EXTENSION
+
     def _path(self, step: int) -> str:
         return str(self._files.get(step) or super()._path(step))
 

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+import engine.callbacks as own
 from engine.compat.lightning.before_run import BeforeRun
 from engine.compat.lightning.events import RunningStage, TrainerFn, TrainerStatus, original
 from engine.compat.lightning.logged_values import Values, latest_shown, latest_values, names_withheld
@@ -169,8 +170,17 @@ class TrainerView:
     )
 
     @property
+    def _batch_validation(self) -> own.BatchValidation | None:
+        """The callback that takes the place of ``Fit``'s ``val_every``, if there is one."""
+        if self._run.settings.fast_dev_run:
+            return None
+        return next((callback for callback in self._run.callbacks if isinstance(callback, own.BatchValidation)), None)
+
+    @property
     def check_val_every_n_epoch(self) -> int | None:
         """The number of epochs between validations; 1 if there are several per epoch, ``None`` if the interval is not in epochs."""
+        if (in_batches := self._batch_validation) is not None:
+            return in_batches.epochs
         every = self._run.settings.val_every
         return max(1, int(every.value)) if every is not None and every.unit == "epochs" else None
 
@@ -181,6 +191,8 @@ class TrainerView:
         Raises:
             ValueError: the interval is in seconds, or there is no validation.
         """
+        if (in_batches := self._batch_validation) is not None:
+            return in_batches.interval
         every = self._run.settings.val_every
         if every is None or every.unit == "seconds":
             raise ValueError(

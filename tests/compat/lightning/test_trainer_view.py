@@ -14,8 +14,9 @@ from support.toys import Weight, fit, ones
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
+from callbacks import BatchValidation, CSVLogger, EarlyStopping, ModelCheckpoint
 from engine import Callback, DataModule, Fit, Resume, TrainModule
+from engine.compat.lightning.trainer import Trainer
 
 
 class Asks(Weight):
@@ -109,6 +110,16 @@ def test_when_validations_come(tmp_path: Path, val_every: Any, found: Any) -> No
             return None, None
 
     assert answers(tmp_path, ask, val_every=val_every, accumulate_grad_batches=2) == [found]
+
+
+@pytest.mark.parametrize("asked", [(2, 1), (0.5, 2), (7, None)])
+def test_when_validations_come_that_count_batches(tmp_path: Path, asked: Any) -> None:
+    def ask(t: Any) -> Any:
+        return t.val_check_interval, t.check_val_every_n_epoch
+
+    assert answers(tmp_path, ask, callbacks=BatchValidation(*asked), val_every=None) == [asked]
+    trainer = Trainer(val_check_interval=asked[0], check_val_every_n_epoch=asked[1], logger=False)
+    assert ask(trainer) == asked
 
 
 def test_where_the_run_is(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""A run that ends at the step of a due validation, or within it, and the run that resumes it: together they are one undisturbed run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.toys import fit, ones
+from torch import Tensor
+
+from callbacks import BatchValidation, CSVLogger, ModelCheckpoint, TensorBoardLogger
+from engine import Callback, TrainModule
+
+SCORES = {3: 0.3, 6: 0.1, 9: 0.2, 12: 0.4}
+
+
+class Scored(TrainModule):
+    """Each step takes 1 from the weight; the score of a step is that of :data:`SCORES`, and its loss the index of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("loss", float(batch_idx), on_step=True, on_epoch=True)
+        return (self.weight * batch).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("score", SCORES.get(round(-self.weight.item()), 1.0))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Ends(Callback):
+    """Ends the run once, in the step or the validation after ``step``."""
+
+    def __init__(self, event: str, how: str, step: int, copy: Path) -> None:
+        self.how, self.step, self.copy, self.root = how, step, copy, copy.with_name("run")
+        setattr(self, event, self.end)
+
+    def end(self, run: Any, *args: Any) -> None:
+        if run.step != self.step or self.how == "over":
+            return
+        how, self.how = self.how, "over"
+        if how == "error":
+            raise RuntimeError("planted")
+        if how == "kill":
+            run.wait_for_checkpoint()
+            shutil.copytree(self.root, self.copy)
+            raise RuntimeError("planted")
+        os.kill(os.getpid(), getattr(signal, how))
+
+
+def callbacks(often_first: bool) -> list[ModelCheckpoint]:
+    often, best = ModelCheckpoint(every=1), ModelCheckpoint("3 steps", "score", save_top_k=2, save_last=False)
+    return [often, best] if often_first else [best, often]
+
+
+def rows_of(root: Path) -> list[dict[str, str]]:
+    with (root / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def points_of(root: Path) -> dict[str, list[tuple[int, float]]]:
+    """The points that TensorBoard shows, by name."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(root / "tensorboard"))
+    events.Reload()
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def train(root: Path, ends: Sequence[Callback], often_first: bool, resume: str | None = None, **settings: Any) -> Any:
+    options = {"max_steps": 12, "val_every": "3 steps", "log_every_n_steps": 1, **settings}
+    loggers = [CSVLogger(), TensorBoardLogger()]
+    return fit(root, callbacks=[*callbacks(often_first), *loggers, *ends], **options).run(
+        Scored(), ones(8), ones(2), resume=resume
+    )
+
+
+@pytest.mark.parametrize("often_first", [True, False])
+@pytest.mark.parametrize(
+    ("event", "how"),
+    [
+        ("on_train_batch_end", "SIGTERM"),
+        ("on_train_batch_start", "SIGINT"),
+        ("on_validation_batch_end", "SIGTERM"),
+        ("on_validation_batch_end", "error"),
+        ("on_validation_batch_end", "kill"),
+    ],
+)
+def test_nothing_of_a_validation_is_lost(tmp_path: Path, event: str, how: str, often_first: bool) -> None:
+    undisturbed = train(tmp_path / "whole", [], often_first)
+    root = tmp_path / "run"
+    step = 5 if event == "on_train_batch_start" else 6
+    with pytest.raises(BaseException):  # noqa: B017, PT011
+        train(root, [Ends(event, how, step, tmp_path / "copy")], often_first)
+    root = tmp_path / "copy" if how == "kill" else root
+    resumed = train(root, [], often_first, "last")
+    # The checkpoint from which a run has resumed stays: the one with the score is saved beside it.
+    assert [Path(path).name[:13] for path in (resumed.best_checkpoint, resumed.last_checkpoint)] == [
+        "step=00000006",
+        "step=00000012",
+    ]
+    assert json.loads((resumed.best_checkpoint / "manifest.json").read_text())["score"]["value"] == SCORES[6]
+    assert resumed.metrics == undisturbed.metrics
+    names = [{p.name[:13] for p in (path / "checkpoints").iterdir()} for path in (root, tmp_path / "whole")]
+    assert names[0] == names[1]
+    assert rows_of(root) == rows_of(tmp_path / "whole")
+    assert points_of(root) == points_of(tmp_path / "whole")
