@@ -27,7 +27,7 @@ from engine.checkpoint.runs import FIRST, run_root_of
 from engine.checkpoint.storage import Storage
 from engine.checkpoint.storage_paths import split_path, storage_of
 from engine.checkpoint.tensor_files import TensorFiles, check_header
-from engine.config.masked import without_secrets
+from engine.config.secret_text import without_secrets
 
 Entry = dict[str, Any]
 _PICKLE_FLAG = " --trust-pickle (without this flag no pickle, such as a file of torch.save, is read; with it, only its tensors and plain values)"
@@ -233,7 +233,12 @@ def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
             name: value for name, value in opened.manifest.items() if name not in (*entry, "files", "crc32", "counters")
         }
         shared = _fields(opened.tree(SHARED, defaultdict(Unread)))
-        report = {**entry, **details, "files": {name: record["bytes"] for name, record in opened.files.items()}}
+        # An earlier version may have recorded what this one hides.
+        report = {
+            **entry,
+            **without_secrets(details),
+            "files": {name: record["bytes"] for name, record in opened.files.items()},
+        }
         if isinstance(shared.get("hparams"), dict):
             report["hparams"] = without_secrets({str(name): value for name, value in shared["hparams"].items()})
         if other_weights := list(_fields(opened.tree(OTHER_WEIGHTS, {}))):
