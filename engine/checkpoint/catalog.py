@@ -24,7 +24,7 @@ from engine.checkpoint.manifest import (
 )
 from engine.checkpoint.one_file import is_one_file
 from engine.checkpoint.runs import FIRST, run_root_of
-from engine.checkpoint.storage import Storage
+from engine.checkpoint.storage import Incomplete, Storage
 from engine.checkpoint.storage_paths import split_path, storage_of
 from engine.checkpoint.tensor_files import TensorFiles, check_header
 from engine.config.secret_text import without_secrets
@@ -162,20 +162,29 @@ def entries(root: str | Path) -> list[Entry]:
     if storage is None:  # a single checkpoint, or nothing
         storage, names = find_in(root, storage)
         manifests = {name: manifest for name, manifest in storage.manifests().items() if name in names}
-        return [{**_entry(storage, name, manifest), "aliases": []} for name, manifest in manifests.items()]
+        problems_by_name = {name: problem for name, problem in storage.incomplete(manifests).items() if name in names}
+        rows = [{**_entry(storage, name, manifest), "aliases": []} for name, manifest in manifests.items()]
+        rows += _incomplete_entries(storage, problems_by_name)
+        if not rows:
+            raise FileNotFoundError(f"{root} was removed while it was read")
+        return rows
     manifests = storage.manifests()
     meanings = {"best": by_score(manifests)[:1], "last": list(manifests)[-1:]}
     complete = [
         {**_entry(storage, name, manifest), "aliases": [alias for alias, names in meanings.items() if name in names]}
         for name, manifest in manifests.items()
     ]
-    incomplete = storage.incomplete(manifests).items()
+    rows = [*complete, *_incomplete_entries(storage, storage.incomplete(manifests))]
+    if not rows:
+        raise FileNotFoundError(f"the checkpoints in {root} were removed while they were read")
+    return rows
+
+
+def _incomplete_entries(storage: Storage, incomplete: Mapping[str, Incomplete]) -> list[Entry]:
+    """Describe incomplete checkpoints for :func:`entries`."""
     return [
-        *complete,
-        *(
-            {"name": name, "path": str(storage.path(name)), "complete": False, "reason": problem.reason}
-            for name, problem in incomplete
-        ),
+        {"name": name, "path": str(storage.path(name)), "complete": False, "reason": problem.reason}
+        for name, problem in incomplete.items()
     ]
 
 
