@@ -8,6 +8,7 @@ from .checkpoint.tensor_files import TensorFiles as TensorFiles
 from .checkpoint.tensor_files import serialize_tensors as serialize_tensors
 from .config.duration import Duration as Duration
 from .config.duration import Every as Every
+from .config.secret_text import without_secrets as without_secrets
 from .config.settings import Settings as Settings
 from .data.combined import CombinedLoader as CombinedLoader
 from .data.datamodule import DataModule as DataModule

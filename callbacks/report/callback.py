@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from engine import Callback, Device, Run
+from engine import Callback, Device, Run, without_secrets
 
 from .page import write_report
 from .record import Record
@@ -110,7 +110,7 @@ class Report(Callback):
             "end",
             stage=stage,
             status="failed" if failed else result.status,
-            reason=f"{type(error).__name__}: {error}"[:2000] if failed else result.stop_reason,
+            reason=without_secrets(f"{type(error).__name__}: {error}"[:2000]) if failed else result.stop_reason,
             step=result.step,
             epoch=result.epoch,
             times=asdict(result.times),

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from engine import without_secrets
+
 from ..loggers.bounded_lines import bounded_lines
 from ..loggers.csv import from_cell
 from .curves import Array, Curve, Points
@@ -291,7 +293,7 @@ class _Reader:
         if event.get("stage") != "fit":
             return
         run = self.run
-        run.status, run.reason = str(event.get("status")), str(event.get("reason") or "")
+        run.status, run.reason = str(event.get("status")), without_secrets(str(event.get("reason") or ""))
         run.step = _step(event.get("step")) or run.step
         run.epochs = _step(event.get("epoch"))
         self.ended = True
@@ -406,7 +408,7 @@ def _read_csv(run: RunData, whole: bool) -> None:
             raise ValueError(
                 "it has aliases, which may stand for more values than anybody can read, and no logger writes them"
             )
-        run.config = [(name, text, "") for name, text in _flat(_mapping(yaml.safe_load(text)))]
+        run.config = [(name, text, "") for name, text in _flat(without_secrets(_mapping(yaml.safe_load(text))))]
     except FileNotFoundError:
         pass
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
@@ -470,7 +472,8 @@ def _cells_with_numbers(cells: Sequence[str]) -> tuple[Array, Array]:
 
 
 def _settings(event: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return rows of setting, value and origin; hyperparameters first."""
+    """Return rows of setting, value and origin; hyperparameters first. An earlier version may have recorded what this one hides."""
+    event = without_secrets({name: event.get(name) for name in ("hyperparameters", "config")})
     rows = [(name, text, "hyperparameter") for name, text in _flat(_mapping(event.get("hyperparameters")))]
     for name, entry in _mapping(event.get("config")).items():
         entry = _mapping(entry)

@@ -24,10 +24,10 @@ from engine.checkpoint.manifest import (
 )
 from engine.checkpoint.one_file import is_one_file
 from engine.checkpoint.runs import FIRST, run_root_of
-from engine.checkpoint.storage import Storage
+from engine.checkpoint.storage import Incomplete, Storage
 from engine.checkpoint.storage_paths import split_path, storage_of
 from engine.checkpoint.tensor_files import TensorFiles, check_header
-from engine.config.masked import without_secrets
+from engine.config.secret_text import without_secrets
 
 Entry = dict[str, Any]
 _PICKLE_FLAG = " --trust-pickle (without this flag no pickle, such as a file of torch.save, is read; with it, only its tensors and plain values)"
@@ -162,20 +162,29 @@ def entries(root: str | Path) -> list[Entry]:
     if storage is None:  # a single checkpoint, or nothing
         storage, names = find_in(root, storage)
         manifests = {name: manifest for name, manifest in storage.manifests().items() if name in names}
-        return [{**_entry(storage, name, manifest), "aliases": []} for name, manifest in manifests.items()]
+        problems_by_name = {name: problem for name, problem in storage.incomplete(manifests).items() if name in names}
+        rows = [{**_entry(storage, name, manifest), "aliases": []} for name, manifest in manifests.items()]
+        rows += _incomplete_entries(storage, problems_by_name)
+        if not rows:
+            raise FileNotFoundError(f"{root} was removed while it was read")
+        return rows
     manifests = storage.manifests()
     meanings = {"best": by_score(manifests)[:1], "last": list(manifests)[-1:]}
     complete = [
         {**_entry(storage, name, manifest), "aliases": [alias for alias, names in meanings.items() if name in names]}
         for name, manifest in manifests.items()
     ]
-    incomplete = storage.incomplete(manifests).items()
+    rows = [*complete, *_incomplete_entries(storage, storage.incomplete(manifests))]
+    if not rows:
+        raise FileNotFoundError(f"the checkpoints in {root} were removed while they were read")
+    return rows
+
+
+def _incomplete_entries(storage: Storage, incomplete: Mapping[str, Incomplete]) -> list[Entry]:
+    """Describe incomplete checkpoints for :func:`entries`."""
     return [
-        *complete,
-        *(
-            {"name": name, "path": str(storage.path(name)), "complete": False, "reason": problem.reason}
-            for name, problem in incomplete
-        ),
+        {"name": name, "path": str(storage.path(name)), "complete": False, "reason": problem.reason}
+        for name, problem in incomplete.items()
     ]
 
 
@@ -233,7 +242,12 @@ def facts(path: str | Path, tensors: bool = False) -> dict[str, Any]:
             name: value for name, value in opened.manifest.items() if name not in (*entry, "files", "crc32", "counters")
         }
         shared = _fields(opened.tree(SHARED, defaultdict(Unread)))
-        report = {**entry, **details, "files": {name: record["bytes"] for name, record in opened.files.items()}}
+        # An earlier version may have recorded what this one hides.
+        report = {
+            **entry,
+            **without_secrets(details),
+            "files": {name: record["bytes"] for name, record in opened.files.items()},
+        }
         if isinstance(shared.get("hparams"), dict):
             report["hparams"] = without_secrets({str(name): value for name, value in shared["hparams"].items()})
         if other_weights := list(_fields(opened.tree(OTHER_WEIGHTS, {}))):

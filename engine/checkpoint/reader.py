@@ -21,7 +21,7 @@ from engine.checkpoint.manifest import OTHER_WEIGHTS, SCORED_WITH, TRAINED, WEIG
 from engine.checkpoint.state_forms import checked_optimizer
 from engine.checkpoint.tensor_files import Stored, TensorFiles
 from engine.config.hyperparameters import HParams
-from engine.config.masked import HIDDEN
+from engine.config.secret_text import HIDDEN
 from engine.utils.errors import DoesNotFit, nearest
 from engine.utils.log import logger
 from engine.utils.overrides import overridden

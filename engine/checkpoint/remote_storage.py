@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from engine.checkpoint.files import (
     LARGEST_JSON,
@@ -52,10 +53,21 @@ class FileSystem:
         return bool(self._call(self._files.exists, path))
 
     def ls(self, path: str, detail: bool) -> list[Any]:
-        return list(self._call(self._files.ls, path, detail=detail))
+        entries = list(self._call(self._files.ls, path, detail=detail))
+        if detail:
+            return [{**entry, "name": self._decoded(entry["name"])} for entry in entries]
+        return [self._decoded(entry) for entry in entries]
 
     def find(self, path: str, **options: Any) -> Any:
-        return self._call(self._files.find, path, **options)
+        entries = self._call(self._files.find, path, **options)
+        if isinstance(entries, dict):
+            return {self._decoded(entry): details for entry, details in entries.items()}
+        return [self._decoded(entry) for entry in entries]
+
+    def _decoded(self, path: str) -> str:
+        """A path in a listing. A web server's page has links, in which ``=`` may be ``%3D``."""
+        protocol = self._files.protocol
+        return unquote(path) if "http" in ((protocol,) if isinstance(protocol, str) else protocol) else path
 
     def size(self, path: str) -> int | None:
         size: int | None = self._call(self._files.size, path)
@@ -296,7 +308,11 @@ class RemoteStorage(Storage):
         manifest = check_manifest(self.path(name), parse_json(self.path(name), text))
         sizes = {path: entry["size"] for path, entry in self.files.find(self.inner_path(name), detail=True).items()}
         for file, record in manifest["files"].items():
-            size = sizes.get(self.inner_path(f"{name}/{file}"))
+            path = self.inner_path(f"{name}/{file}")
+            size = sizes.get(path)
+            if size is None and path in sizes:  # a web server's page has no sizes
+                with suppress(FileNotFoundError):
+                    size = self.files.size(path)
             if size != record["bytes"]:
                 problem = (
                     "is missing" if size is None else f"has {size} bytes, and had {record['bytes']} when it was written"

@@ -23,6 +23,7 @@ from engine.cli.terminal import UsageError
 from engine.config import yaml_text
 from engine.config.masked import plain_value, with_origins
 from engine.config.resolve import Resolved
+from engine.config.secret_text import HIDDEN, has_hidden
 from engine.config.typed_values import TEXT_READERS, converted, is_data
 from engine.config.yaml_text import flow
 from engine.utils.errors import nearest
@@ -49,6 +50,7 @@ class ObjectBuilder:
         for key, value in _values_in_file(component, names):
             _check_name(component, key, component.line(key), names)
             _check_value(component, key, value, component.line(key), names)
+            _check_not_hidden(component, key, value)
         for key, _ in component.overrides:
             _check_name(component, key.removesuffix("+"), f"{COMMAND_LINE} {component.name}.{key}", names)
         self._arguments = [
@@ -188,6 +190,29 @@ def _check_value(component: Component, key: str, value: Any, origin: str, names:
         converted(hint, value, key)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{origin}: {component.name}.{key} does not fit: {error}") from None
+
+
+def _check_not_hidden(component: Component, key: str, value: Any) -> None:
+    """Raise an error for a value that a record shows in place of a secret: the object would be created with the stars."""
+    names = [name.removesuffix("+") for name, _ in component.overrides]
+    if any(within(key, name) for name in names):
+        return
+    for name in names:
+        if within(name, key):
+            value = _without_entry(value, name.removeprefix(f"{key}.").split("."))
+    if has_hidden(value):
+        raise UsageError(
+            f"{component.line(key)}: {component.name}.{key} is {flow(value)}, where {HIDDEN} was written in place of a secret: give the value, "
+            f"as in --set {component.name}.{key}=VALUE"
+        )
+
+
+def _without_entry(values: Any, path: Sequence[str]) -> Any:
+    """A copy of nested mappings without the entry at ``path``, if there is one."""
+    if not isinstance(values, Mapping) or path[0] not in values:
+        return values
+    others = {name: value for name, value in values.items() if name != path[0]}
+    return others if len(path) == 1 else {**others, path[0]: _without_entry(values[path[0]], path[1:])}
 
 
 def type_of(action: argparse.Action) -> Any:

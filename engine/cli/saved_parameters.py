@@ -19,7 +19,8 @@ from engine.cli.object_builder import ObjectBuilder, parameters, parser_of
 from engine.cli.requested_objects import Component
 from engine.cli.terminal import UsageError
 from engine.config.hyperparameters import arguments_from_saved, replaced_by_defaults
-from engine.config.masked import HIDDEN, plain_value, without_secrets
+from engine.config.masked import plain_value
+from engine.config.secret_text import HIDDEN, without_secrets
 from engine.config.typed_values import SCALARS, converted, is_data
 from engine.config.typed_values import hints as hints_of
 from engine.config.yaml_text import flow

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from engine.config.duration import Duration
 from engine.config.named_options import NamedOptions
+from engine.config.secret_text import hidden_in, without_secrets
 from engine.config.settings import Settings
 
 Config = dict[str, dict[str, Any]]
 """Name of a setting -> its ``value`` and ``origin``, and the ``origins`` of the keys of its value if it has some."""
-HIDDEN = "***"
-"""The text that is shown instead of a secret."""
 
 
 def with_origins(
@@ -33,10 +31,10 @@ def with_origins(
         value = getattr(settings, field.name)
         entry: dict[str, Any] = {
             "value": plain_value((objects or {}).get(field.name, value)),
-            "origin": _hide_text(origins.get(field.name, "code")),
+            "origin": hidden_in(origins.get(field.name, "code")),
         }
         if isinstance(value, NamedOptions):
-            entry["origins"] = {key: _hide_text(origin) for key, origin in value.origins.items() if key}
+            entry["origins"] = {key: hidden_in(origin) for key, origin in value.origins.items() if key}
         config[field.name] = entry
     visible: Config = without_secrets(config) if hide else config
     return visible
@@ -45,7 +43,7 @@ def with_origins(
 def sections_with_origins(sections: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
     """The arguments with which ``fit run`` built the model, the data and the callbacks, in the form of :func:`with_origins`, without secrets."""
     config: Config = {
-        name: {"value": plain_value(value), "origin": _hide_text(origins.get(name, "command line"))}
+        name: {"value": plain_value(value), "origin": hidden_in(origins.get(name, "command line"))}
         for name, value in sections.items()
     }
     visible: Config = without_secrets(config)
@@ -108,51 +106,3 @@ def table_rows(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             (f"  {key}", str(option), origins.get(key, "default")) for key, option in value.items() if key != "name"
         ]
     return lines
-
-
-def without_secrets(values: Any, key: str = "") -> Any:
-    """A copy of plain values in which :data:`HIDDEN` replaces text that looks like a secret, by its key or by itself."""
-    if isinstance(values, Mapping):
-        # The description of an object is not a secret, even if its key is a word such as "key".
-        is_secret = _is_secret_name(key) and "class_path" not in values
-        return {name: without_secrets(item, key if is_secret else name) for name, item in values.items()}
-    if isinstance(values, (list, tuple)):
-        return [without_secrets(item, key) for item in values]
-    if type(values) is int and _SECRET_NUMBERS & _words_of(key):
-        return HIDDEN
-    if not isinstance(values, str) or not values:
-        return values
-    return HIDDEN if _is_secret_name(key) else _hide_text(values)
-
-
-_SECRET_WORDS = frozenset(("token", "key", "apikey", "secret", "password", "passwd", "pwd", "passphrase", "credential", "credentials", "bearer",
-                    "apikeys", "accesskey", "secretkey", "privatekey", "secrets", "passwords", "passcode", "authorization"))  # fmt: skip
-_SECRET_NUMBERS = frozenset(("password", "passwords", "passwd", "pwd", "passcode", "passphrase"))
-"""Names whose values are secret even if they are numbers; ``key_dim`` is not among them."""
-_WORD_BOUNDARY = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
-# The time of each pattern is linear in the length of the text, because hyperparameters may be megabytes.
-_PASSWORD_IN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2})[^/\s]+@")
-_NAMED_VALUE = re.compile(r"(?<![\w.-])([\w.-]+)(\s*(?:=|:(?!//))\s*)(\"[^\"]*\"|'[^']*'|[^\s,;&}\])]+)")
-_SECRET_TEXT = re.compile(
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*|\bBearer\s+\S+|\beyJ[\w-]{8,2000}\.[\w-]{8,}\.[\w-]*"
-    r"|\b(?:sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA|AIza|[rs]k_(?:live|test)_|npm_)[\w-]{12,}"
-    r"|(?i:\bauthorization\b\W{1,4}\w+\s+[^\s'\"]+)",
-    re.DOTALL,
-)
-
-
-def _is_secret_name(name: str) -> bool:
-    return bool(_SECRET_WORDS & _words_of(name))
-
-
-def _words_of(name: str) -> set[str]:
-    """The words of a name in lower case, split at case changes and at other characters."""
-    return {part.lower() for part in _WORD_BOUNDARY.split(str(name))}
-
-
-def _hide_text(text: str) -> str:
-    """The text with :data:`HIDDEN` for passwords in URLs, for text that is a secret in itself, and for values of secret names."""
-    text = _PASSWORD_IN_URL.sub(rf"\1{HIDDEN}@", _SECRET_TEXT.sub(HIDDEN, text))
-    return _NAMED_VALUE.sub(
-        lambda match: f"{match[1]}{match[2]}{HIDDEN}" if _is_secret_name(match[1]) else match[0], text
-    )

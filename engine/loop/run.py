@@ -23,7 +23,8 @@ from engine.checkpoint.storage_paths import name_of, split_path
 from engine.checkpoint.writer import CheckpointWriter, SaveRequest
 from engine.config.duration import Every
 from engine.config.hyperparameters import as_data, for_loggers
-from engine.config.masked import Config, plain_value, sections_with_origins, with_origins, without_secrets
+from engine.config.masked import Config, plain_value, sections_with_origins, with_origins
+from engine.config.secret_text import without_secrets
 from engine.config.settings import Settings
 from engine.config.settings_file import as_yaml
 from engine.data.loader import PreparedLoader

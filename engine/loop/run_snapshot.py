@@ -19,7 +19,8 @@ from engine.checkpoint.reader import Source
 from engine.checkpoint.resume import Loaded, Resume, check_optimizers, check_samples
 from engine.checkpoint.state_forms import Entries, Fields
 from engine.config.hyperparameters import as_data
-from engine.config.masked import Config, without_secrets
+from engine.config.masked import Config
+from engine.config.secret_text import without_secrets
 from engine.data.datamodule import DataModule
 from engine.distributed.agreement import Stopwatch
 from engine.engine import Engine

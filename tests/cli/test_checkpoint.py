@@ -7,8 +7,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -442,3 +445,48 @@ def test_as_a_process(written: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert NAMES[0] in done.stdout
     assert done.stderr == ""
+
+
+def test_a_single_damaged_checkpoint_is_listed_with_its_reason(folder: Path, run: Output) -> None:
+    step = folder / NAMES[1]
+    for place in (step, f"file://{step}"):
+        assert NAMES[1] in run("list", place)
+    (step / "model" / "rank=00000.safetensors").unlink()
+    for place in (step, f"file://{step}"):
+        line = run("list", place, status=1)
+        assert f"{NAMES[1]}  incomplete or damaged: model/rank=00000.safetensors is missing" in line
+        [entry] = run.json("list", place, status=1)
+        assert not entry["complete"]
+
+
+@pytest.fixture
+def web_server(folder: Path) -> Iterator[str]:
+    """The URL of a server that lists folders as pages of links: names are encoded, sizes are missing."""
+    pytest.importorskip("aiohttp")
+    handler = partial(QuietHandler, directory=str(folder.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_checkpoints_at_a_web_server(web_server: str, folder: Path, run: Output) -> None:
+    for place in (f"{web_server}/checkpoints", f"{web_server}/checkpoints/", web_server):
+        assert [line.split()[0] for line in run("list", place).splitlines()[1:]] == NAMES
+    assert NAMES[1] in run("list", f"{web_server}/checkpoints/{NAMES[1]}")
+    assert NAMES[2] in run("show", f"{web_server}/checkpoints/{NAMES[2]}")
+    assert "intact" in run("verify", f"{web_server}/checkpoints")
+    (folder / NAMES[1] / "model" / "rank=00000.safetensors").unlink()
+    for place in (f"{web_server}/checkpoints", f"{web_server}/checkpoints/{NAMES[1]}"):
+        assert f"{NAMES[1]}  incomplete or damaged: model/rank=00000.safetensors is missing" in run(
+            "list", place, status=1
+        )
+    for place in (f"{web_server}/nothing", f"{web_server}/checkpoints/{NAMES[0]}/manifest.json"):
+        assert "is not a checkpoint" in run("list", place, status=1)

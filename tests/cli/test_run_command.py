@@ -179,8 +179,11 @@ def test_what_was_built_is_in_the_checkpoint(fit, here: Path) -> None:
     assert config["model"]["value"]["init_args"]["extra"] == "https://***@host/"
     assert config["data"]["value"]["init_args"]["batch_size"] == 4
     assert [each["class_path"] for each in config["callbacks"]["value"]] == ["ModelCheckpoint", "CSVLogger"]
-    # What the logger has written can be run again.
-    assert fit("run", "--config", "runs/config.yaml", "--set", "root_dir=again").status == 0
+    # What the logger has written can be run again, with the secrets that it has left out.
+    again = ("run", "--config", "runs/config.yaml", "--set", "root_dir=again")
+    assert "config.yaml:" in (refused := fit(*again)).err
+    assert "model.extra is https://***@host/, where *** was written in place of a secret: give the value" in refused.err
+    assert fit(*again, "model.extra=https://me:secret@host/").status == 0
     assert facts("again")["hparams"]["start"] == 0.5
 
 

@@ -236,6 +236,25 @@ def test_a_hostile_checkpoint_names_no_code_and_no_file(nets: None, here: Path, 
     assert not (here / "pwned").exists()
 
 
+def test_a_hidden_secret_is_no_value(nets: None) -> None:
+    importable_here()
+    hidden = {"config": {"width": 2, "token": "***", "place": "s3://***@host/runs"}}
+    saved = Recorded("there", {}, None, {}, {"model": hidden, "data": {}})
+
+    def built(*overrides: tuple[str, str]) -> TrainModule:
+        target = load("nets:Configured", "the target", TrainModule)
+        part = Component("model", "nets:Configured", target, overrides=list(overrides))
+        module: TrainModule = ObjectBuilder(with_saved_parameters(part, saved)).build()[0]
+        return module
+
+    text = "checkpoint there: model.config is .* was written in place of a secret: give the value, as in --set model.config=VALUE"
+    for overrides in ([], [("config.token", "abc")]):
+        with pytest.raises(UsageError, match=text):
+            built(*overrides)
+    given = ("config.token", "abc"), ("config.place", "s3://me:pass@host/runs")
+    assert dict(built(*given).hparams) == {"width": 2, "token": "abc", "place": "s3://me:pass@host/runs"}
+
+
 def test_one_dict_for_all(fit, nets: None, here: Path) -> None:
     run(fit, "nets:Configured", "model.config={width: 5, scale: 2.0}")
     assert found(fit, "nets:Configured", "--checkpoint", "last") == (5.0, 2.0)

@@ -15,7 +15,8 @@ from support.internals import resolved_settings
 from callbacks import CSVLogger, ModelCheckpoint
 from engine import DDP, Callback, Fit, TrainModule
 from engine.cli.main import main
-from engine.config.masked import HIDDEN, plain_value, with_origins, without_secrets
+from engine.config.masked import plain_value, with_origins
+from engine.config.secret_text import HIDDEN, without_secrets
 from engine.config.settings import Settings
 
 BATCHES = [torch.ones(2, 1) for _ in range(4)]
@@ -60,7 +61,7 @@ OTHERS = {"max_tokens": 512, "tokenizer": "bpe", "keep": "x", "keyword": "y", "m
         ({"a": {"b": [{"secret": "x"}]}}, {"a": {"b": [{"secret": HIDDEN}]}}),
         ("s3://user:pass@host/runs?x=1", f"s3://{HIDDEN}@host/runs?x=1"),
         ("https://token@host/a", f"https://{HIDDEN}@host/a"),
-        ("https://host/a?sig=1&access_token=abc&x=2", f"https://host/a?sig=1&access_token={HIDDEN}&x=2"),
+        ("https://host/a?sig=1&access_token=abc&x=2", f"https://host/a?sig={HIDDEN}&access_token={HIDDEN}&x=2"),
         ("command line strategy.config.token=abc", f"command line strategy.config.token={HIDDEN}"),
         ("{name: a, api_key: abc, x: 1}", f"{{name: a, api_key: {HIDDEN}, x: 1}}"),
         ("hf_abcdefghijklmnopqrst", HIDDEN),
@@ -74,7 +75,104 @@ def test_secrets(given: Any, shown: Any) -> None:
     assert without_secrets(given) == shown
 
 
-@pytest.mark.parametrize("unit", ["a", "a.", "-eyJ", "a=", "a='", "a:", "://", "a ", "Bearer ", "authorization: "])
+SECRET = "S3cr3tV4lue9x"
+SECRET_NAMES = (
+    "pass", "db_pass", "DB_PASS", "dbpass", "pw", "pwd", "cred", "creds", "pin", "cookie", "cookies", "secretstr",
+    "SECRETSTR", "clientSecret", "PGPASSWORD", "password1", "HFToken", "hftoken", "token2", "api_keys", "sessionid",
+    "jwt", "auth", "basic_auth", "oauth", "sig", "signature", "sas", "webhook_url", "dsn", "connection_string", "otp",
+    "passkey", "access_tokens", "mnemonic",
+)  # fmt: skip
+LEAKS: list[Any] = [
+    *({name: SECRET} for name in SECRET_NAMES),
+    f"https://a.blob.core.windows.net/c?sv=2022&sig={SECRET}&se=1",
+    f"https://b.s3.amazonaws.com/k?X-Amz-Credential={SECRET}&X-Amz-Signature={SECRET}",
+    f"https://storage.googleapis.com/b?X-Goog-Signature={SECRET}",
+    f"https://hooks.slack.com/services/T0/B0/{SECRET}",
+    f"https://discord.com/api/webhooks/123/{SECRET}",
+    f"https://acme.webhook.office.com/webhookb2/{SECRET}/IncomingWebhook/x",
+    f"https://outlook.office.com/webhook/{SECRET}",
+    f"https://api.telegram.org/bot12345:{SECRET}/sendMessage",
+    f"https://open.feishu.cn/open-apis/bot/v2/hook/{SECRET}",
+    f"https://chat.example.com/hooks/{SECRET}",
+    f"https://maker.ifttt.com/trigger/e/with/key/{SECRET}",
+    f"https://user:p/{SECRET}@host/x",
+    f"root:{SECRET}@tcp(127.0.0.1:3306)/db",
+    f"local-0123456789{SECRET}",
+    f"wandb_v1_{SECRET}",
+    f"wandb login {SECRET}",
+    f"Basic {SECRET}==",
+    ["--password", SECRET],
+    ["--api-key", SECRET, "--lr", "1"],
+    [("password", SECRET)],
+    ["mysql", "-u", "root", f"-p{SECRET}"],
+    ["sshpass", "-p", SECRET, "ssh"],
+    [{"name": "DB_PASSWORD", "value": SECRET}],
+    f"train.py --hf_token {SECRET} --lr 1",
+    f"mysql -u root -p{SECRET} db",
+    f"curl -u me:{SECRET} https://host",
+    f"openssl -passin pass:{SECRET}",
+    f'{{"password": "{SECRET}"}}',
+    f"Config(user='a', password='b {SECRET}",
+    f"password: correct horse {SECRET}",
+    f"-H 'Cookie: a=b; sid={SECRET}'",
+    {f"https://host/?token={SECRET}": 1},
+    {"db": {"pass": {"value": SECRET}}},
+]
+
+
+@pytest.mark.parametrize("values", LEAKS, ids=str)
+def test_hides_rather_too_much(values: Any) -> None:
+    shown = str(without_secrets(values))
+    assert SECRET not in shown
+    assert HIDDEN in shown
+
+
+def test_numbers_and_hashes_are_secret_by_name() -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    values = {"pin": 1234, "db_pass": 99, "wandb": commit, "git_commit": commit}
+    assert without_secrets(values) == {"pin": HIDDEN, "db_pass": HIDDEN, "wandb": HIDDEN, "git_commit": commit}
+
+
+def test_usual_values_are_shown() -> None:
+    values = {
+        "pin_memory": True,
+        "pin_memory_device": "cuda",
+        "filter": {"kind": "lowpass", "lowpass": "x", "num_passes": 2},
+        "keys": ["image", "label"],
+        "features": ["token", "pos", "lemma"],
+        "tokens_per_batch": "4096",
+        "session": "morning",
+        "author": "me",
+        "betas": [0.9, 0.95],
+        "data": "https://huggingface.co/datasets/a/b?split=train",
+        "image": "ghcr.io/x/y:tag@sha256:abc",
+        "repository": "git@github.com:a/b.git",
+        "command": "train.py --lr 1e-3 -p 4 --pin-memory true",
+        "text": "Basic understanding: max_tokens=512",
+    }
+    assert without_secrets(values) == values
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "a",
+        "a.",
+        "-eyJ",
+        "a=",
+        "a='",
+        "a:",
+        "://",
+        "a ",
+        "Bearer ",
+        "authorization: ",
+        "passw",
+        "webhook",
+        "x://a:",
+        "mysql -p",
+        "--token ",
+    ],
+)
 def test_a_long_text_takes_no_time(unit: str) -> None:
     """A hyperparameter may be a document, or a file in base64: the time grows with its length alone, not with the square."""
     began = time.process_time()

@@ -114,7 +114,12 @@ def test_secrets_are_not_recorded(make_fit, falling, batches, tmp_path):
     settings = Page(tmp_path / "report.html").tables["Settings"]
     assert ["width", "64", "hyperparameter"] in settings
     assert ["api_key", "***", "hyperparameter"] in settings
-    assert "sesame" not in (tmp_path / "report.jsonl").read_text() + (tmp_path / "report.html").read_text()
+    record = tmp_path / "report.jsonl"
+    assert "sesame" not in record.read_text() + (tmp_path / "report.html").read_text()
+    record.write_text(
+        record.read_text().replace("***", "open sesame")
+    )  # as a version that hid less would have recorded it
+    assert "sesame" not in write_report([tmp_path]).read_text()
 
 
 def test_an_evaluation_adds_its_values(make_fit, scripted, batches, tmp_path):
@@ -131,13 +136,14 @@ def test_an_error_ends_with_a_page_that_shows_it_as_text(make_fit, falling, batc
     class Failing(falling):
         def training_step(self, batch, batch_idx):
             if batch_idx == 2:
-                raise RuntimeError("<b>no</b>")
+                raise RuntimeError("<b>no</b> from https://host/data?sig=sesame")
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(RuntimeError, match="<b>no</b>"):
         make_fit(log_every_n_steps=1, callbacks=Report()).run(Failing(), batches)
     page = Page(tmp_path / "report.html")
-    assert "failed RuntimeError: <b>no</b>" in page.text
+    assert "failed RuntimeError: <b>no</b> from https://host/data?sig=***" in page.text
+    assert "sesame" not in (tmp_path / "report.jsonl").read_text()
     assert "b" not in {tag for tag, _ in page.tags}
     assert series(tmp_path / "report.html", "train/weight") == ([1, 2], [0, -1])
 
