@@ -247,6 +247,7 @@ class Engine:
         self.strategy.repoint(optimizer)
         self._stepper.add(optimizer)
         self.prepared.optimizer_random.add(optimizer)
+        self.snapshot.check_after_first_step(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Wrap a scheduler, so that it steps only when the optimizer has stepped."""
@@ -308,6 +309,7 @@ class Engine:
         self._float8_layers.restore()
         self._batch_norms.restore()
         self._stepper.leave()
+        self.snapshot.leave()
         self.prepared.optimizer_random.leave()
         self.prepared.forget()
 

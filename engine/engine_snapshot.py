@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from engine.checkpoint.content import Content, trained_by
+from engine.checkpoint.json_tree import pack
 from engine.checkpoint.resume import (
     Loaded,
     Resume,
@@ -25,12 +28,14 @@ from engine.checkpoint.resume import (
 from engine.checkpoint.retention import CheckpointFolder
 from engine.checkpoint.state_forms import Fields
 from engine.checkpoint.storage_paths import split_path
+from engine.checkpoint.tensor_files import is_dtensor
 from engine.checkpoint.writer import CheckpointWriter, SaveRequest
 from engine.distributed.collectives import all_or_none
 from engine.prepared import Prepared
-from engine.step.optimizers import counters
+from engine.step.optimizers import counters, is_of_torch
 from engine.step.scaler import Scaler
-from engine.utils.log import logger
+from engine.transforms.blocks import user_module
+from engine.utils.log import logger, warn_once
 from engine.utils.seed import capture, restore
 
 
@@ -71,6 +76,44 @@ class EngineSnapshot:
     def __init__(self, prepared: Prepared, scaler: Scaler | None) -> None:
         self._prepared, self._scaler = prepared, scaler
         self._strategy, self._agreement = prepared.strategy, prepared.window.weights.agreement
+        self._checks: list[RemovableHandle] = []
+
+    def check_after_first_step(self, optimizer: Optimizer) -> None:
+        """After the optimizer's first step, check that its state can be stored, as a save would find out later.
+
+        If the run will save (``prepared.saves``), a state that cannot be stored is an error, otherwise a warning. torch's own optimizers are not
+        checked, nor those whose state the strategy keeps.
+        """
+        if (
+            is_of_torch(optimizer)
+            or self._strategy.owns_weights
+            or not hasattr(optimizer, "_optimizer_step_post_hooks")
+        ):
+            return
+
+        def check(*_: Any) -> None:
+            handle.remove()
+            self._check_state(optimizer)
+
+        handle = optimizer.register_step_post_hook(check)
+        self._checks.append(handle)
+
+    def leave(self) -> None:
+        """Remove the checks of optimizers that have not stepped."""
+        while self._checks:
+            self._checks.pop().remove()
+
+    def _check_state(self, optimizer: Optimizer) -> None:
+        """Raise, or warn about, what a save of the optimizer's state would raise. All ranks call this."""
+        try:
+            pack(self._strategy.optimizer_parts(optimizer, user_module(self._prepared.whole_module())), is_dtensor)
+        except (TypeError, ValueError) as error:
+            name = type(optimizer).__name__
+            message = str(error) if str(error).startswith(name) else f"{name}: {error}"
+            if self._prepared.saves:
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(f"{message} (found after the first step, before a checkpoint was due)") from None
+            warn_once(f"a checkpoint of this training will be an error: {message}")
 
     # -- collecting -----------------------------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ class Prepared:
     loaders: list[PreparedLoader] = field(default_factory=list)
     registered: list[Any] = field(default_factory=list)
     """Other objects whose state checkpoints contain, by ``state_dict`` and ``load_state_dict``."""
+    saves: bool = False
+    """Whether the training will save checkpoints, as far as it is known: a run with a callback that does."""
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.ranks import run_ranks
+from support.stateful import Keeping
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -157,3 +158,42 @@ def test_other_ranks_and_strategies(tmp_path: Path) -> None:
         ran = run_ranks(RANKS, world_size, Path(__file__).parent, tmp_path / "state", "second", strategy)
         after = {x for rank in ran for batch in rank.value[0] for x in batch}
         assert sorted(before + list(after)) == list(map(float, range(23)))
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("codes", "32-true"), ("masters", "bf16-true")])
+def test_states_keep_their_types(tmp_path: Path, kind: str, precision: str) -> None:
+    """torch casts every state to the type of its parameter: codes to floats, and masters to half precision."""
+
+    def loop(steps: int, load: bool = False) -> list[float]:
+        engine = Engine(accelerator="cpu", precision=precision)
+        torch.manual_seed(0)
+        plain = nn.Linear(4, 4)
+        model, optimizer = engine.prepare(plain, Keeping(plain.parameters(), kind))
+        if load:
+            engine.load_state(tmp_path / "half")
+        for _ in range(steps):
+            inputs = torch.linspace(-1, 1, 8, dtype=plain.weight.dtype).view(2, 4)
+            engine.backward(model(inputs).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        if steps == 2 and not load:
+            engine.save_state(tmp_path / "half")
+        return [*plain.weight.flatten().tolist(), *plain.bias.tolist()]
+
+    whole, half = loop(6), loop(2)
+    assert loop(4, load=True) == whole != half
+
+
+def test_masters_follow_another_precision(tmp_path: Path) -> None:
+    """A state in the type of its parameter takes that of the resumed run's."""
+    for precision, dtype in (("32-true", torch.float32), ("bf16-true", torch.bfloat16)):
+        engine = Engine(accelerator="cpu", precision=precision)
+        plain = nn.Linear(4, 4)
+        model, optimizer = engine.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+        if dtype is torch.float32:
+            engine.backward(model(torch.ones(2, 4)).sum())
+            optimizer.step()
+            engine.save_state(tmp_path / "full")
+        else:
+            engine.load_state(tmp_path / "full")
+        assert optimizer.state[plain.weight]["momentum_buffer"].dtype == dtype

@@ -220,6 +220,7 @@ def set_up_optimizers(run: Run) -> None:
     raw_optimizers, schedules = configured(configuration)
     if overridden:
         check_parameters(module, raw_optimizers)
+    engine.prepared.saves = any(callback.is_checkpoint for callback in run.callbacks)
     for optimizer in raw_optimizers:
         engine.add_optimizer(optimizer)
     if module.automatic_optimization:

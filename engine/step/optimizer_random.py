@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from engine.step.gradient_sync import GradientSync, StepStream
+from engine.step.optimizers import is_of_torch
 from engine.utils import seed
 
 
@@ -74,10 +75,8 @@ class OptimizerRandom:
 
 def may_draw(optimizer: Optimizer) -> bool:
     """Whether steps of this optimizer may draw random numbers: all but those of torch's own classes without hooks around the step."""
-    classes = type(optimizer).__mro__
-    is_torchs = all(c.__module__.startswith("torch.optim") for c in classes[: classes.index(Optimizer)])
     hooks = (vars(optimizer).get(name) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"))
-    return not is_torchs or any(hooks)
+    return not is_of_torch(optimizer) or any(hooks)
 
 
 class SharedStep:

@@ -167,6 +167,12 @@ def _schedule(entry: Any) -> Schedule:
     return Schedule(entry)
 
 
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's class is torch's own, and so are those that it derives from."""
+    classes = type(optimizer).__mro__
+    return all(cls.__module__.startswith("torch.optim") for cls in classes[: classes.index(Optimizer)])
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether the optimizer's step evaluates the loss itself: its ``closure`` has no default (LBFGS), or it steps in two halves (SAM)."""
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]

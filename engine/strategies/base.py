@@ -308,6 +308,10 @@ class Strategy(GradientSync):
             {**numbered, "state": entries}, lambda stored: targets.get(stored.name, empty_tensor(stored))
         )
         optimizer.load_state_dict({**read, "state": {i: unflat(entry) for i, entry in read["state"].items()}})
+        if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+            names = dict(zip(parameters, parameter_names(optimizer, module).values(), strict=True))
+            for i, entry in read["state"].items():
+                _keep_dtypes(optimizer.state[parameters[i]], entry, source.stored(str(names[i])).dtype, parameters[i])
 
     def part_like(self, stored: Stored, parameter: Tensor) -> Tensor:
         """An empty tensor for this rank's shard of an entry of a parameter's optimizer state."""
@@ -388,7 +392,7 @@ def sum_over_ranks(group: Group, value: Tensor | float, is_counted: bool = True)
 
 def named_state(optimizer: Any, module: nn.Module) -> dict[str, Any]:
     """``optimizer.state_dict()`` with names instead of numbers for the parameters that ``module`` has."""
-    state, names = optimizer.state_dict(), _names(optimizer, module)
+    state, names = optimizer.state_dict(), parameter_names(optimizer, module)
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
     return {
         **state,
@@ -399,7 +403,7 @@ def named_state(optimizer: Any, module: nn.Module) -> dict[str, Any]:
 
 def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """Convert a result of :func:`named_state` or ``optimizer.state_dict`` into the form that ``optimizer.load_state_dict`` takes."""
-    names, optimizer_groups = _names(optimizer, module), optimizer.state_dict()["param_groups"]
+    names, optimizer_groups = parameter_names(optimizer, module), optimizer.state_dict()["param_groups"]
     saved = [group["params"] for group in state["param_groups"]]
     if all(isinstance(i, int) for ids in saved for i in ids):
         return state
@@ -418,6 +422,22 @@ def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> 
     return {**state, "state": entries, "param_groups": merged}
 
 
+def _keep_dtypes(entry: dict[str, Any], read: Mapping[str, Any], saved: torch.dtype, parameter: Tensor) -> None:
+    """Put tensors back whose dtype torch has converted to the parameter's, though they had another than the parameter when they were saved: codes
+    of 8 bits, counters, master copies in fp32.
+
+    Args:
+        entry: the parameter's state after loading.
+        read: the same as it was read.
+        saved: the dtype of the parameter in the checkpoint.
+    """
+    for key, value in read.items():
+        loaded = entry.get(key)
+        is_converted = isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype
+        if is_converted and key != "step" and (value.dtype != saved or not value.is_floating_point()):
+            entry[key] = value.to(parameter.device)
+
+
 def _can_hold(existing: Any, target: Tensor) -> bool:
     """Whether an existing tensor has the form of ``target``, so that values can be read into it."""
     same_form = (
@@ -429,7 +449,7 @@ def _can_hold(existing: Any, target: Tensor) -> bool:
     return same_form and getattr(existing, "placements", None) == getattr(target, "placements", None)
 
 
-def _names(optimizer: Any, module: nn.Module) -> dict[int, str | int]:
+def parameter_names(optimizer: Any, module: nn.Module) -> dict[int, str | int]:
     """The name of each of the optimizer's parameters, by its number; the number again for parameters that the module does not have."""
     names = {id(p): name for name, p in module.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -23,8 +23,15 @@ from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce, gather_json
 from engine.distributed.group import Group
 from engine.step.gradient_sync import StepStream
-from engine.strategies import deferred_init, dtensors, sharded_norms
-from engine.strategies.base import Strategy, broadcast_from_rank_0, class_name, sum_over_ranks
+from engine.step.optimizers import is_of_torch
+from engine.strategies import deferred_init, dtensors, sharded_norms, sharded_states
+from engine.strategies.base import (
+    Strategy,
+    broadcast_from_rank_0,
+    class_name,
+    parameter_names,
+    sum_over_ranks,
+)
 from engine.strategies.mesh import degrees, make_mesh
 from engine.strategies.model_structure import ShardedStructure
 from engine.strategies.parameter_replacements import ParameterReplacements
@@ -395,6 +402,8 @@ class FSDP(Strategy):
 
     def optimizer_parts(self, optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
         own_state(module)
+        if self.group.world_size > 1 and not is_of_torch(optimizer):
+            sharded_states.check(self.group, optimizer, parameter_names(optimizer, module))
         return super().optimizer_parts(optimizer, module)
 
     def load_optimizer(self, optimizer: Optimizer, module: nn.Module, state: dict[str, Any], source: Source) -> None:

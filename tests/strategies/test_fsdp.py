@@ -11,10 +11,12 @@ import pytest
 import torch
 from support.drawing import Noisy
 from support.ranks import ranks_of_file
+from support.stateful import Keeping
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from callbacks import ModelCheckpoint
 from engine import FSDP, Engine, Fit, Loss, TrainModule
 from engine.distributed.collectives import gather_json
 
@@ -106,9 +108,10 @@ def steps(engine: Engine, model: Any, optimizer: Any, count: int = 3) -> None:
 
 def fit(module: TrainModule, batches: Any, **settings: Any) -> Any:
     with tempfile.TemporaryDirectory() as root:
+        resume = settings.pop("resume", None)
         return Fit(
             **{"accelerator": "cpu", "strategy": "fsdp", "max_epochs": 1, "seed": 1, "root_dir": root, **settings}
-        ).run(module, batches)
+        ).run(module, batches, resume=resume)
 
 
 # -- what runs on each of two ranks -----------------------------------------------------------------------------------------------
@@ -457,6 +460,48 @@ def rank_drawn() -> Any:
     return found
 
 
+class Kept(Net):
+    """A model with an optimizer that keeps a state of that kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = Keeping(self.parameters(), self.kind)
+        return self.optimizer
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+
+def rank_states() -> Any:
+    """What is said of states of optimizers that a resumed run could not take, after how many steps; and the weights of a resume that can be."""
+    found: Any = {}
+    for kind in ("codes", "flat", "mean", "whole", "estimate", "object"):
+        module = Kept(kind)
+        with pytest.raises((ValueError, TypeError)) as caught:
+            fit(module, [data(4)] * 6, callbacks=[ModelCheckpoint(every="3 steps")])
+        found[kind] = [str(caught.value), module.optimizer.steps]
+        module = Kept(kind)
+        with warnings.catch_warnings(record=True) as issued:
+            warnings.simplefilter("always")
+            result = fit(module, [data(4)] * 6)
+        found[kind] += [
+            result.step,
+            [str(w.message) for w in issued if "a checkpoint of this training" in str(w.message)],
+        ]
+    with tempfile.TemporaryDirectory() as own_folder:
+        root = gather_json(Engine(accelerator="cpu").group, own_folder)[0]
+        ends = []
+        for steps, resume in ((3, None), (1, None), (3, "last")):
+            module = Kept("scalar")
+            fit(module, [data(4)] * 6, max_steps=steps, resume=resume, root_dir=root, callbacks=[ModelCheckpoint()])
+            ends.append(flat(module))
+        gather_json(Engine(accelerator="cpu").group, None)
+    found["resumed"] = [apart(ends[0], ends[2]), apart(ends[0], ends[1])]
+    return found
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     return ranks_of_file(__file__, 2)
@@ -474,6 +519,38 @@ def test_what_fsdp_ignores_draws_alike(found: Any) -> None:
     one, other = found["drawn"]
     assert one["ignored"] == other["ignored"]
     assert len(one["ignored"][1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            "codes",
+            "'codes' of 'layers.0.norm.weight' is each rank's own (ranks 0 and 1 differ), and a checkpoint has it once",
+        ),
+        (
+            "flat",
+            "'p0' of 'layers.0.linear.weight' has the shape [64], its parameter [8, 8], so it could not be sharded again",
+        ),
+        ("mean", "'mean' of 'layers.0.norm.weight' is not summed up over the ranks yet"),
+        ("whole", "'m' of 'layers.0.norm.weight' is whole on each rank, and its parameter is sharded"),
+        ("estimate", "'d' of parameter group 0 is each rank's own"),
+        ("object", "Keeping: the state['state']['layers.0.norm.weight']['projector'] is of type builtins.object"),
+    ],
+)
+def test_states_that_cannot_be_resumed_are_refused_after_the_first_step(found: Any, kind: str, words: str) -> None:
+    for rank in found["states"]:
+        refused, steps, unsaved, warned = rank[kind]
+        assert words in refused
+        assert steps == 1
+        assert unsaved == 3  # a training without checkpoints goes on
+        assert len(warned) == 1
+        assert words in warned[0]
+
+
+def test_states_that_are_equal_on_all_ranks_are_resumed(found: Any) -> None:
+    for resumed, differs in (rank["resumed"] for rank in found["states"]):
+        assert resumed == 0.0 < differs
 
 
 def test_complex_parameters(found: Any) -> None:
