@@ -100,8 +100,8 @@ class StreamGuard:
         return (
             f"the ranks read different data from {self._name}: for rank {first} epoch {self._epoch} ends after {places[first] // 2} batch(es), and "
             f"rank {other} {goes_on}. Each rank reads the whole stream and keeps the batches of its turn, so the {self._windows - 1} step(s) of "
-            "this epoch before this one may have trained samples twice and left out others: start again, or continue from a checkpoint of before the epoch. "
-            + self._advice()
+            "this epoch before this one may have trained samples twice and left out others: start again, or continue from a checkpoint of "
+            "before the epoch. " + self._advice()
         )
 
     def _advice(self) -> str:
