@@ -147,8 +147,9 @@ class TrainModule(nn.Module):
 
         Args:
             name: the name to log under; every call with this name must have the same options.
-            value: a number, a tensor with one element, or a torchmetrics ``Metric``: it is computed over all ranks and reset at the epoch's end,
-                separately for each validation loader. With ``on_step``, the metric of the step's micro-batches is reported too.
+            value: a number, a tensor with one element, an :class:`engine.Loss` (logged as its sum / count, which weighs by its count), or a
+                torchmetrics ``Metric``: it is computed over all ranks and reset at the epoch's end, separately for each validation loader. With
+                ``on_step``, the metric of the step's micro-batches is reported too.
             prog_bar: show the value in the progress bar.
             logger: ``False``: hide the value from loggers; callbacks (``run.metrics``, monitors) and the progress bar still get it.
             on_step: report the latest step's value every ``log_every_n_steps`` steps; the default in training steps.
@@ -157,7 +158,7 @@ class TrainModule(nn.Module):
             enable_graph: ``True`` is an error: values are always detached.
             sync_dist, sync_dist_group: without effect, since values are always reduced over all ranks; a group of fewer ranks is an error.
             add_dataloader_idx: ``False``: with several loaders, do not append the loader's index to the name; only one loader may log the name.
-            batch_size: the value's weight in a mean; by default the number of samples in the micro-batch.
+            batch_size: the value's weight in a mean; by default the number of samples in the micro-batch, of a ``Loss`` its count.
             metric_attribute: the name of the torchmetrics object in this module; it is found without, too.
             rank_zero_only: report rank 0's values only, on every rank; the other ranks may call ``log`` or not.
             reduce: another name of ``reduce_fx``.

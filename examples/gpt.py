@@ -163,13 +163,13 @@ class GPT(TrainModule):
         return x
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Loss:
-        total, count = self._loss(batch)
-        self.log("train/loss", total.detach() / count, prog_bar=True)
-        return Loss(total, count)
+        loss = self._loss(batch)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        total, count = self._loss(batch)
-        self.log("val/bits_per_byte", total / count / math.log(2))
+        loss = self._loss(batch)
+        self.log("val/bits_per_byte", Loss(loss.sum / math.log(2), loss.count))
 
     def configure_optimizers(self) -> dict[str, Any]:
         matrices = [parameter for parameter in self.parameters() if parameter.ndim == 2]
@@ -187,7 +187,7 @@ class GPT(TrainModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def _loss(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+    def _loss(self, batch: Tensor) -> Loss:
         """Sum of the cross entropy, in nats, and the number of targets. The first byte of a file cannot be predicted and is left out."""
         tokens = batch.long()
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -196,7 +196,7 @@ class GPT(TrainModule):
         total = F.cross_entropy(
             self(inputs).flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum"
         )
-        return total, counted.sum()
+        return Loss(total, counted.sum())
 
 
 STRATEGIES: dict[str, Any] = {

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from engine.data.deal import Deal
-from engine.data.feed import Feed, MicroBatch
+from engine.data.feed import Feed, LoaderUse, MicroBatch
 from engine.data.indexed import IndexedFeed, PassBatches, indexed_feed, with_exchanged_sizes
 from engine.data.order import epoch_of_repetition, mixed
 from engine.data.stream import StreamFeed, StreamReader, reader_for
@@ -104,7 +104,9 @@ def total(mode: str, counts: list[int]) -> int:
     return min(counts) if mode == "min_size" else max(counts)
 
 
-def combined_feed(loader: CombinedLoader, group: Group, seed: int, feistel: bool = True) -> CombinedFeed | StreamFeed:
+def combined_feed(
+    loader: CombinedLoader, group: Group, seed: int, feistel: bool, use: LoaderUse
+) -> CombinedFeed | StreamFeed:
     """Create the feed of a combined loader. A collective.
 
     Raises:
@@ -121,14 +123,15 @@ def combined_feed(loader: CombinedLoader, group: Group, seed: int, feistel: bool
             "CombinedLoader: some of the loaders are presharded, others are not; make all or none of them presharded"
         )
     for feed in indexed_feeds:
+        feed.use = use
         if not are_presharded[0] and feed.order is not None and feed.order.sharded:
             raise ValueError(
                 f"CombinedLoader: {type(feed.order.sampler).__name__} divides the data among the ranks already, but here whole combined "
                 "batches are distributed: give this member a plain sampler"
             )
     if len(indexed_feeds) == len(feeds) and not are_presharded[0]:
-        return CombinedFeed(loader, indexed_feeds, group)
-    return StreamFeed(loader, group, seed, CombinedReader(loader, feeds))
+        return CombinedFeed(loader, indexed_feeds, group, use)
+    return StreamFeed(loader, group, seed, CombinedReader(loader, feeds), use)
 
 
 def _samples(loader: CombinedLoader, batch: Any) -> int:
@@ -157,6 +160,7 @@ class MemberPasses:
     def begin(self, epoch: int, state: Any) -> int:
         """Start an epoch of the combination, and return the number of batches in one pass of this member."""
         self.epoch, self.passes = epoch, {}
+        self.feed.tell_epoch(epoch)
         if self.feed.order is not None:
             self.feed.order.enter(state)
         self.count = self.batches_of(0).count
@@ -195,8 +199,8 @@ class MemberPasses:
 class CombinedFeed(Feed):
     """The feed of a combination of members with indices. A position counts combined batches of all ranks."""
 
-    def __init__(self, loader: CombinedLoader, feeds: Sequence[IndexedFeed], group: Group) -> None:
-        self.loader, self.group, self.feeds = loader, group, feeds
+    def __init__(self, loader: CombinedLoader, feeds: Sequence[IndexedFeed], group: Group, use: LoaderUse) -> None:
+        self.loader, self.group, self.feeds, self.use = loader, group, feeds, use
         self.members = [MemberPasses(feed) for feed in feeds]
         self.reads_ahead = all(feed.reads_ahead for feed in feeds)
         self.offsets: list[int] = []
@@ -480,6 +484,11 @@ class CombinedReader(StreamReader):
         parts = batch.values() if isinstance(batch, dict) else batch
         return [part for part, source in zip(parts, self.sources, strict=True) if source is not None]
 
+    def separate_workers(self, group: Group) -> None:
+        for source in self.sources:
+            if source is not None:
+                source.separate_workers(group)
+
     def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
         self.readers = [self._reader(index) for index in range(len(self.feeds))]
         for reader, saved in zip(self.readers, state["members"] if state else (), strict=False):
@@ -526,9 +535,11 @@ class CombinedReader(StreamReader):
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        for source in self.sources:
+        for source, feed in zip(self.sources, self.feeds, strict=True):
             if source is not None:
                 source.set_epoch(epoch)
+            if feed is not None:
+                feed.tell_epoch(epoch)
 
     def close(self) -> None:
         for part in (*self.feeds, *self.sources):

@@ -86,8 +86,8 @@ def warn_of_forgetful_samplers(data: Any) -> None:
     for sampler in _forgetful_samplers(data):
         warn_once(
             f"{type(data).__name__} is a torchdata graph over {type(sampler).__name__}, whose order a resume within an epoch cannot draw again: it "
-            "would skip samples of another order, so that samples are repeated and left out. Give SamplerWrapper a sampler with set_epoch(epoch), or with "
-            "state_dict() and load_state_dict(state) of its own (those of its iterator are not asked)"
+            "would skip samples of another order, so that samples are repeated and left out. Give SamplerWrapper a sampler with set_epoch(epoch), or "
+            "with state_dict() and load_state_dict(state) of its own (those of its iterator are not asked)"
         )
 
 

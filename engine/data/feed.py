@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from engine.data.user_loaders import end_workers
 from engine.step.position import Share
+
+
+@dataclass(slots=True)
+class LoaderUse:
+    """What feeds know of the loop that reads their loader. The loop sets it before the first pass."""
+
+    evaluates: bool = False
+    """Whether the loop evaluates: no rank needs to know the others' sizes, and map-style datasets are not told an epoch, which is training's."""
+    ranks_draw_apart: bool = False
+    """Whether the ranks' random generators have different states already, as in a run."""
+
 
 MicroBatch = tuple[Any, Share]
 """A batch for one rank, and its share of its window."""
@@ -24,6 +36,8 @@ class Feed(ABC):
 
     reads_ahead = False
     """True if reading beyond a window's end does not change the state that a checkpoint at that end must save."""
+    use: LoaderUse = LoaderUse()
+    """What the feed knows of the loop that reads it."""
     iterator: Iterator[Any] | None = None
     """The iterator of the current pass over the user's loader, which owns the worker processes."""
 

@@ -11,9 +11,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from engine.data.deal import Deal, Shards
+from engine.data.epochs import EpochDataset, UsersDataset, epoch_listeners, shared_epoch, tell_epoch
 from engine.data.feed import Feed, MicroBatch
 from engine.data.order import FeistelIndices, SampleOrder, StoredIndices, order_for
 from engine.data.user_loaders import altered, end_workers, is_a, presharded
+from engine.data.worker_seeds import WorkerSeeds
 from engine.distributed.collectives import gather_object, gather_row
 from engine.distributed.group import Group
 from engine.step.position import Share, shares
@@ -104,6 +106,9 @@ class IndexedFeed(Feed):
     def state(self, after_window: bool) -> Any:
         return None
 
+    def tell_epoch(self, epoch: int) -> None:
+        """Tell the dataset the epoch of the next pass, if it has ``set_epoch``."""
+
     @abstractmethod
     def batches_in_pass(self) -> int | None:
         """The number of batches in a pass of one process over all data; ``None`` if unknown."""
@@ -131,7 +136,15 @@ class LoaderFeed(IndexedFeed):
         self.group = group
         self.order = order_for(sampler, loader, group, seed, feistel)
         self.stream = IndexStream()
-        self.loader = altered(loader, **{replaces: self.stream})
+        self.dataset = loader.dataset
+        self.epoch: torch.Tensor | None = None
+        attributes: dict[str, Any] = {replaces: self.stream}
+        if loader.num_workers and loader.persistent_workers and epoch_listeners(loader.dataset):
+            self.epoch = shared_epoch()
+            attributes["dataset"] = EpochDataset(loader.dataset, self.epoch)
+            attributes["worker_init_fn"] = UsersDataset(loader.worker_init_fn)
+        self.loader = altered(loader, **attributes)
+        self.worker_seeds = WorkerSeeds(self.loader, loader.generator, group)
         # Without workers, reading a sample may change this process's random state, which a checkpoint saves.
         self.reads_ahead = loader.num_workers > 0
 
@@ -161,8 +174,18 @@ class LoaderFeed(IndexedFeed):
 
     def fetch(self, items: Iterator[Any]) -> Iterator[Any]:
         self.stream.indices = items
+        # A generator of the user's has the same numbers on every rank, in a run, too.
+        if not self.use.ranks_draw_apart or self.worker_seeds.generator is not None:
+            self.worker_seeds.separate()
         self.iterator = iter(self.loader)
         return self.iterator
+
+    def tell_epoch(self, epoch: int) -> None:
+        if self.use.evaluates:
+            return
+        tell_epoch(self.dataset, epoch)
+        if self.epoch is not None:
+            self.epoch.fill_(epoch)
 
     def close(self) -> None:
         super().close()
@@ -194,6 +217,7 @@ class SampleFeed(LoaderFeed):
     def micro_batches(
         self, epoch: int, start: int, window: int, limit: int | None, state: Any = None
     ) -> Iterator[MicroBatch]:
+        self.tell_epoch(epoch)
         self.order.enter(state)
         order = self.order.draw(epoch, None if limit is None else limit * self.stride(1))
         deal = deal_of(self.order, len(order), self.batch, window, self.drop_last, limit)
@@ -229,6 +253,7 @@ class BatchFeed(LoaderFeed):
     def micro_batches(
         self, epoch: int, start: int, window: int, limit: int | None, state: Any = None
     ) -> Iterator[MicroBatch]:
+        self.tell_epoch(epoch)
         self.order.enter(state)
         order = self.order.draw(epoch, None if limit is None else limit * self.stride(1))
         deal = deal_of(self.order, len(order), 1, window, False, limit)

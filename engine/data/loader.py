@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from engine.data.combined import CombinedLoader, combined_feed
-from engine.data.feed import Feed, MicroBatch
+from engine.data.feed import Feed, LoaderUse, MicroBatch
 from engine.data.indexed import indexed_feed
 from engine.data.prefetch import SideStream, ahead
 from engine.data.stream import StreamFeed
@@ -89,7 +89,9 @@ class PreparedLoader:
         self.limit: int | None = None
         """The maximum number of micro-batches per rank in an epoch."""
         self._group, self._window, self._seed, self._dtype, self._moves = group, window, seed, dtype, place
-        self._feed = feed_for(loader, group, seed)
+        self.use = LoaderUse()
+        """What the loader's feed knows of the loop that reads it."""
+        self._feed = feed_for(loader, group, seed, use=self.use)
         self._feistel = True
         self._next: Start | None = Start()
         """Where the next pass starts; ``None``: at the beginning of the epoch after the latest pass's."""
@@ -296,6 +298,7 @@ class PreparedLoader:
         )
         loader.reseed(seed, self.order)
         loader.limit, loader.transfer, loader.window_size = self.limit, self.transfer, self.window_size
+        loader.use.evaluates, loader.use.ranks_draw_apart = self.use.evaluates, self.use.ranks_draw_apart
         start = self._next or Start(self.epoch + 1)
         loader.resume(start.epoch, start.position + num_batches * self._feed.stride(1))
         # The new loader's first pass also counts as a pass of this one.
@@ -324,7 +327,7 @@ class PreparedLoader:
         computed = order is not None
         if seed != self._seed or (computed != self._feed.feistel and computed != self._feistel):
             self._seed, self._feistel = seed, computed
-            self._feed = feed_for(self.loader, self._group, seed, self._feistel)
+            self._feed = feed_for(self.loader, self._group, seed, self._feistel, self.use)
 
     @property
     def stride(self) -> int:
@@ -337,19 +340,22 @@ def _plain_loader(loader: Any) -> Any:
     return loader
 
 
-def feed_for(data: Any, group: Group, seed: int, feistel: bool = True) -> Feed:
+def feed_for(data: Any, group: Group, seed: int, feistel: bool = True, use: LoaderUse | None = None) -> Feed:
     """Create the feed for the user's data. A collective.
 
     Args:
         feistel: compute large shuffles rather than store them (see :class:`engine.data.order.FeistelIndices`).
+        use: what the feed knows of the loop that reads it; the loop may change it before the first pass.
 
     Raises:
         TypeError: ``data`` cannot be iterated, or is a dataset without a loader.
     """
+    use = use or LoaderUse()
     if isinstance(data, CombinedLoader):
-        return combined_feed(data, group, seed, feistel)
+        return combined_feed(data, group, seed, feistel, use)
     feed = indexed_feed(data, group, seed, feistel)
     if feed is not None:
+        feed.use = use
         return feed
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         raise TypeError(
@@ -360,7 +366,7 @@ def feed_for(data: Any, group: Group, seed: int, feistel: bool = True) -> Feed:
         raise TypeError(
             f"a loader must be iterable (a DataLoader, a list of batches, a generator), got {type(data).__name__}: {data!r:.80}"
         )
-    return StreamFeed(data, group, seed)
+    return StreamFeed(data, group, seed, use=use)
 
 
 def in_dataset_order(loader: Any) -> Any:

@@ -11,10 +11,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
 from engine.data.data_states import load_state, stateful, states_of, warn_of_forgetful_samplers
-from engine.data.feed import Feed, MicroBatch
+from engine.data.epochs import epoch_listeners, shared_epoch, tell_epoch
+from engine.data.feed import Feed, LoaderUse, MicroBatch
 from engine.data.order import mixed
 from engine.data.stream_guard import StreamGuard
 from engine.data.user_loaders import altered, declared_common, end_orphan, end_workers, presharded
+from engine.data.worker_seeds import WorkerSeeds
 from engine.distributed.collectives import gather_json, gather_row
 from engine.distributed.group import Group
 from engine.step.position import shares
@@ -43,8 +45,10 @@ class StreamFeed(Feed):
         reader: :class:`engine.data.combined.CombinedReader` for a combination; by default the one that :func:`reader_for` chooses.
     """
 
-    def __init__(self, data: Any, group: Group, seed: int, reader: StreamReader | None = None) -> None:
-        self.data, self.group, self.seed = data, group, seed
+    def __init__(
+        self, data: Any, group: Group, seed: int, reader: StreamReader | None = None, use: LoaderUse | None = None
+    ) -> None:
+        self.data, self.group, self.seed, self.use = data, group, seed, use or LoaderUse()
         self.presharded = presharded(data)
         # Batches that are read for one micro-batch of each rank.
         self.round = 1 if self.presharded else group.world_size
@@ -96,6 +100,8 @@ class StreamFeed(Feed):
 
     def _open(self, epoch: int, saved: Any, start: int) -> Iterator[Any]:
         """Start reading at position ``start``, from the reader's ``saved`` state or, without one, by skipping batches."""
+        if self.presharded and not self.use.ranks_draw_apart:
+            self.reader.separate_workers(self.group)
         with self._isolated_start(epoch, start):
             self.iterator, batches = self.reader.begin(saved)
         if start and saved is None:
@@ -279,8 +285,10 @@ class StreamReader:
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` of the data and of its dataset, where they have one."""
         for owner in (self.data, getattr(self.data, "dataset", None)):
-            if owner is not None and callable(getattr(owner, "set_epoch", None)):
-                owner.set_epoch(epoch)
+            tell_epoch(owner, epoch)
+
+    def separate_workers(self, group: Group) -> None:
+        """Let worker processes draw other random numbers on each rank, for data that is divided already."""
 
     def close(self) -> None:
         """End the worker processes of the iterator that the data keeps, if it does."""
@@ -317,9 +325,10 @@ class WorkerReader(StreamReader):
 
     def __init__(self, data: Any) -> None:
         super().__init__(data)
-        notified = data.persistent_workers and callable(getattr(data.dataset, "set_epoch", None))
+        notified = data.persistent_workers and epoch_listeners(data.dataset)
         # Shared with persistent workers, which have copies of the dataset.
-        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_() if notified else None
+        self.epoch = shared_epoch() if notified else None
+        self.group: Group | None = None
         self.loader_from_start = self._loader()
         self.next = 0
         self.positions: list[dict[str, Any] | None] = []
@@ -338,8 +347,13 @@ class WorkerReader(StreamReader):
         loader = self.loader_from_start if state is None else self._loader(state["next"], state["states"])
         self.next = state["next"] if state else 0
         self.positions = list(state["states"]) if state else [None] * self.workers
+        if self.group is not None:
+            WorkerSeeds(loader, self.data.generator, self.group).separate()
         iterator = iter(loader)
         return iterator, self._batches(iterator)
+
+    def separate_workers(self, group: Group) -> None:
+        self.group = group
 
     def _batches(self, tagged: Iterator[Any]) -> Iterator[Any]:
         for worker, position, batch in tagged:
@@ -389,7 +403,7 @@ class TrackedDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         if self.epoch is not None:
-            self.dataset.set_epoch(int(self.epoch))
+            tell_epoch(self.dataset, int(self.epoch))
         state = self.states[worker.id if worker else 0] if self.states else None
         self.over = state is not None and state.get("over", False)
         if self.over:

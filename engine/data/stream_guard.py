@@ -82,13 +82,14 @@ class StreamGuard:
         )
         if any(draws for _, draws in rows):
             warn_once(
-                f"{what}, and reading draws random numbers of the process, which differ by rank. If they choose or order samples, samples are trained "
-                "twice and left out: draw them from a generator that set_epoch(epoch) seeds. If they only augment samples, set presharded = False "
-                "on the data or its dataset, and this is not compared"
+                f"{what}, and reading draws random numbers of the process, which differ by rank. If they choose or order samples, samples "
+                "are trained twice and left out: draw them from a generator that set_epoch(epoch) seeds. If they only augment samples, set "
+                "presharded = False on the data or its dataset, and this is not compared"
             )
             return
         raise ValueError(
-            f"{what}, so samples would be trained twice and left out. {self._advice()} If only random augmentation differs, set presharded = False on it"
+            f"{what}, so samples would be trained twice and left out. {self._advice()} If only random augmentation differs, set presharded = False "
+            "on it"
         )
 
     def _where_the_ends_differ(self, places: list[int]) -> str:
@@ -97,16 +98,16 @@ class StreamGuard:
         other = next(rank for rank, place in enumerate(places) if place != places[first])
         goes_on = f"ends after {places[other] // 2}" if places[other] % 2 else "reads on"
         return (
-            f"the ranks read different data from {self._name}: for rank {first} epoch {self._epoch} ends after {places[first] // 2} batch(es), and rank "
-            f"{other} {goes_on}. Each rank reads the whole stream and keeps the batches of its turn, so the {self._windows - 1} step(s) of this epoch "
-            "before this one may have trained samples twice and left out others: start again, or continue from a checkpoint of before the epoch. "
-            + self._advice()
+            f"the ranks read different data from {self._name}: for rank {first} epoch {self._epoch} ends after {places[first] // 2} batch(es), and "
+            f"rank {other} {goes_on}. Each rank reads the whole stream and keeps the batches of its turn, so the {self._windows - 1} step(s) of "
+            "this epoch before this one may have trained samples twice and left out others: start again, or continue from a checkpoint of "
+            "before the epoch. " + self._advice()
         )
 
     def _advice(self) -> str:
         return (
-            "If the data is divided among the ranks already (by litData, Mosaic, split_by_node, or code that asks for its rank), set presharded = True "
-            "on it or on its dataset; otherwise make it the same on every rank, with one seed."
+            "If the data is divided among the ranks already (by litData, Mosaic, split_by_node, or code that asks for its rank), set presharded = "
+            "True on it or on its dataset; otherwise make it the same on every rank, with one seed."
         )
 
 

@@ -260,6 +260,7 @@ class RunLoaders:
         self.sources[kind], self.prepared[kind] = source, prepared
         for index, loader in enumerate(prepared):
             loader.transfer = hooked_transfer(self._module, self._datamodule, index)
+            loader.use.evaluates, loader.use.ranks_draw_apart = kind != "train", True
             if kind != "train":
                 loader.window_size = 1
         return prepared

@@ -18,6 +18,7 @@ from engine.metrics.reductions import FOLD, Column, Slot, as_floats, combined, r
 from engine.metrics.torchmetrics_states import Entry, add, entry
 from engine.metrics.torchmetrics_values import Logged, Offer, Watch, agree, check, gather_states, leader, limit
 from engine.utils.log import warn_once
+from engine.utils.loss import Loss, mean_of
 from engine.utils.tree import batch_size as samples
 from engine.utils.tree import full_tensor
 
@@ -93,7 +94,7 @@ class Recorder:
                 )
             value = full_tensor(value.detach()).clone()  # often a parameter or a view
         elif not isinstance(value, (int, float)):
-            value = self._other_value(slot, value)
+            value, batch_size = self._other_value(slot, value, batch_size)
             if value is None:
                 return
         if (
@@ -117,6 +118,22 @@ class Recorder:
             slot.values.append((value, batch_size))
             if len(slot.values) >= FOLD:
                 slot.fold()
+
+    def _mean_of_loss(self, slot: Slot, loss: Loss, batch_size: Any) -> tuple[Tensor, Tensor | float]:
+        """The value and the weight of a logged ``Loss``: its mean and its count, so that means over steps, ranks and the epoch are those that are
+        minimized.
+
+        Raises:
+            ValueError: the call asks for another weight, or another reduction.
+        """
+        if batch_size is not None or slot.reduce != "mean":
+            asked = f"reduce_fx={slot.reduce!r}" if slot.reduce != "mean" else f"batch_size={batch_size!r}"
+            raise ValueError(
+                f"log({slot.name!r}, {asked}) got a Loss, which is logged as its sum / count and weighs by its count: leave the option out, or log "
+                "a number"
+            )
+        mean, count = mean_of(loss)
+        return full_tensor(mean).reshape(()), count
 
     def samples(self) -> int:
         """The number of samples in the current micro-batch."""
@@ -162,21 +179,26 @@ class Recorder:
                 "or leave add_dataloader_idx out"
             )
 
-    def _other_value(self, slot: Slot, value: Any) -> Any:
-        """Handle a value that is no Python number or tensor: keep a torchmetrics object, to be read later, and return ``None``; convert another
-        library's number to a float."""
+    def _other_value(self, slot: Slot, value: Any, batch_size: Any = None) -> tuple[Any, Any]:
+        """Handle a value that is no Python number or tensor; return the value to store, and its weight.
+
+        A torchmetrics object is kept, to be read later: nothing is stored (``None``). A ``Loss`` is its mean, with its count as the weight. Another
+        library's number becomes a float.
+        """
+        if isinstance(value, Loss):
+            return self._mean_of_loss(slot, value, batch_size)
         if _is_metric_like(value):
             if slot.metric is None or slot.metric.metric is not value:
                 self._attach_metric(slot, value)
             assert slot.metric is not None
             slot.window = self.window
             slot.metric.end_micro_batch()
-            return None
+            return None, None
         if isinstance(value, Mapping):
             raise TypeError(
                 f"log({slot.name!r}) got a dict: use log_dict, with one number under each name (no nested dicts)"
             )
-        return slot.number(value)
+        return slot.number(value), batch_size
 
     def _attach_metric(self, slot: Slot, metric: Any) -> None:
         """Check a torchmetrics object that is logged for the first time, and attach it to its slot."""

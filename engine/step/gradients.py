@@ -1,9 +1,8 @@
-"""``Loss`` objects, and the passes over gradients before a step: dividing, scaling, clipping, checking."""
+"""The loss in what a step returns, and the passes over gradients before a step: dividing, scaling, clipping, checking."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,36 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from engine.utils import accelerator
+from engine.utils.loss import Loss as Loss
+from engine.utils.loss import nonzero as nonzero
 from engine.utils.parameters import parameters_of
-from engine.utils.torch_private import multiply, register_dataclass
+from engine.utils.torch_private import multiply
 from engine.utils.tree import full_tensor
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """A loss as a sum over ``count`` items, for means over unequal numbers of items (the tokens of a language model).
-
-    The step's gradient is that of (total ``sum``) / (total ``count``); totals are over the window's micro-batches and all ranks.
-    A step without any item has zero gradients.
-    """
-
-    sum: Tensor
-    """Scalar tensor with an autograd graph."""
-    count: Tensor | float
-    """Number of items summed over; a tensor stays on its device."""
-
-
-# FSDP looks for tensors in what a step returns, to gather the model again before their backward pass; torch 2.11 does not look into dataclasses.
-register_dataclass(Loss)
-
-
-def nonzero(count: Tensor | float) -> Tensor | float:
-    """``count``, or 1 if it is 0, so that an empty sum divided by it is 0."""
-    if isinstance(count, Tensor):
-        return torch.where(count == 0, torch.ones_like(count), count)
-    return count or 1.0
 
 
 def scalar(loss: Any) -> Tensor:

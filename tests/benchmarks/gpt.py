@@ -83,8 +83,8 @@ def bare(job: Job) -> float:
         for batch in job.data.train_dataloader():
             batch = batch.to(device, non_blocking=True)
             with torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-                total, count = model._loss(batch)
-            scaler.scale(total / count).backward()
+                loss = model._loss(batch)
+            scaler.scale(loss.sum / loss.count).backward()
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
@@ -227,7 +227,7 @@ def flops_per_token(job: Job) -> float:
     model = GPT(job.size, 1).to(job.device)
     batch = next(iter(job.data.train_dataloader())).to(job.device)
     with FlopCounterMode(display=False) as counter:
-        model._loss(batch)[0].backward()
+        model._loss(batch).sum.backward()
     return counter.get_total_flops() / (job.size.batch_size * job.size.context)
 
 

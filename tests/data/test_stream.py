@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from multiprocessing import active_children
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from support.internals import forget_warnings
@@ -23,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as torchdata_sampler
 
-from engine import CombinedLoader, Engine
+from engine import CombinedLoader, Engine, Fit, TrainModule
 from engine.data.stream import InProcessReader, StreamFeed, StreamReader, WorkerReader, reader_for
 
 
@@ -711,6 +713,67 @@ def two_end_alike() -> list[Any]:
     return found
 
 
+class Drawn(Dataset[Any]):
+    """Its samples are random numbers."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([torch.rand(()).item(), random.random(), numpy.random.rand()], dtype=torch.float64)
+
+
+class DrawnStream(IterableDataset[Any]):
+    presharded = True
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (Drawn()[0] for _ in range(4))
+
+
+class Draws(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += batch.tolist()
+        return (self.w * batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def two_draw_in_workers() -> dict[str, Any]:
+    """What loaders' workers draw, when all ranks have one seed, and this process's next random number."""
+    engine, found = Engine(accelerator="cpu", seed=3), {}
+    options: dict[str, dict[str, Any]] = {"workers": {}, "persistent": {"persistent_workers": True}}
+    for name, more in options.items():
+        torch.manual_seed(5)
+        loader = engine.prepare(DataLoader(Drawn(), batch_size=2, num_workers=1, **more))
+        found[name] = [sample for _ in range(2) for batch in loader for sample in batch.tolist()], torch.rand(()).item()
+        loader.close()
+    torch.manual_seed(5)
+    generator = torch.Generator().manual_seed(1)
+    found["a generator"] = (
+        bare(engine.prepare(DataLoader(Drawn(), batch_size=2, num_workers=1, generator=generator))),
+        0.0,
+    )
+    torch.manual_seed(5)
+    found["divided stream"] = bare(engine.prepare(DataLoader(DrawnStream(), batch_size=2, num_workers=1))), 0.0
+    module, generator = Draws(), torch.Generator().manual_seed(1)
+    fit = Fit(accelerator="cpu", max_epochs=1, seed=5, log_every_n_steps=0)
+    fit.run(module, DataLoader(Drawn(), batch_size=2, num_workers=1, generator=generator))
+    found["Fit, a generator"] = module.seen, 0.0
+    return found
+
+
+def bare_draws(passes: int) -> tuple[list[Any], float]:
+    torch.manual_seed(5)
+    loader = DataLoader(Drawn(), batch_size=2, num_workers=1)
+    return [sample for _ in range(passes) for batch in loader for sample in batch.tolist()], torch.rand(()).item()
+
+
 @pytest.fixture(scope="module")
 def two() -> dict[str, Any]:
     alone = Engine(accelerator="cpu", seed=3)
@@ -809,6 +872,20 @@ def test_equal_streams_end_together(two: dict[str, Any]) -> None:
         for rank in range(2):
             expected[rank] += [padded[rank::2]] * 2
     assert two["end_alike"] == expected
+
+
+@pytest.mark.parametrize("name", ["workers", "persistent", "a generator", "divided stream", "Fit, a generator"])
+def test_workers_draw_other_numbers_on_each_rank(two: dict[str, Any], name: str) -> None:
+    (first, after), (second, after_second) = (rank[name] for rank in two["draw_in_workers"])
+    numbers = [set(torch.tensor(samples, dtype=torch.float64).flatten().tolist()) for samples in (first, second)]
+    assert numbers[0] & numbers[1] == set()
+    assert after == after_second
+
+
+def test_rank_0s_workers_draw_as_before(two: dict[str, Any]) -> None:
+    samples, after = bare_draws(2)
+    found, found_after = two["draw_in_workers"][0]["workers"]
+    assert (found[:4], found[4:], found_after) == (samples[:4], samples[8:12], after)
 
 
 # -- how a stream is distributed; the group is a stand-in: feeds ask it for rank and world size ---------------------------------------------

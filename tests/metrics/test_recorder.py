@@ -16,7 +16,7 @@ from support.toys import Weight, fit, ones
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from engine import Callback
+from engine import Callback, Loss
 
 # Seven samples, classes and predictions: 5 of 7 are right.
 TARGETS = torch.tensor([0, 1, 2, 0, 1, 2, 0])
@@ -32,6 +32,56 @@ def test_means_are_weighted_by_the_samples() -> None:
         r.record("mine", value, batch_size=2)
         r.record("tokens", torch.tensor(value), batch_size=torch.tensor(size))
     assert r.epoch_values() == {"plain": 67 / 21, "tensor": 67 / 21, "mine": 11.0, "tokens": 67 / 21}
+
+
+def test_a_loss_weighs_by_its_count() -> None:
+    r = new_recorder()
+    w = torch.ones((), requires_grad=True)
+    counts = []
+    for size, total, count in ((8, 6.0, 3), (8, 40.0, 20), (2, 0.0, 0)):
+        r.size = size
+        counts.append(torch.tensor(count))
+        r.record("loss", Loss(w * total, counts[-1]))
+        r.record("float", Loss(w * total, float(count)))
+        counts[-1].zero_()  # what was logged is a copy
+    assert r.epoch_values() == {"loss": 2.0, "float": 2.0}
+
+
+def test_a_loss_has_no_other_weight_and_no_other_reduction() -> None:
+    loss = Loss(torch.ones(()), 2)
+    with pytest.raises(ValueError, match=r"log\('loss', batch_size=4\) got a Loss.*weighs by its count"):
+        new_recorder().record("loss", loss, batch_size=4)
+    with pytest.raises(ValueError, match=r"log\('loss', reduce_fx='sum'\) got a Loss"):
+        new_recorder().record("loss", loss, reduce="sum")
+
+
+class Tokens(Weight):
+    """A batch is a row of tokens, of which zeros do not count."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = Loss((self.w * batch).sum(), (batch != 0).sum())
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log_dict({"also": loss})
+        return loss
+
+    validation_step = training_step
+
+
+def test_the_logged_loss_is_the_one_that_is_minimized(tmp_path: Path) -> None:
+    batches = [torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[2.0, 3.0, 4.0]]), torch.tensor([[5.0, 5.0, 0.0]])]
+    rows: list[dict[str, float]] = []
+
+    class Rows(Callback):
+        def on_log(self, run: Any, module: Any, metrics: dict[str, float], step: int) -> None:
+            rows.append(dict(metrics))
+
+    module = Tokens(start=1.0)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.0)  # type: ignore[method-assign]
+    run = fit(tmp_path, max_epochs=1, accumulate_grad_batches=2, log_every_n_steps=1, callbacks=[Rows()])
+    result = run.run(module, DataLoader(batches, batch_size=None))
+    assert [row["loss_step"] for row in rows if "loss_step" in row] == [10 / 4, 5.0]
+    assert result.metrics["loss_epoch"] == pytest.approx(20 / 6, rel=1e-6)
+    assert [row["also"] for row in rows if "also" in row] == [10 / 4, 5.0]
 
 
 def test_other_reductions_are_not_weighted() -> None:

@@ -208,6 +208,7 @@ class Accelerator(Engine):
             data_loader = split_over(data_loader, self.num_processes)
         other_types = [kind for kind in self.rng_types if str(kind) != "generator"]
         prepared = super().prepare_data_loader(data_loader, place=place)
+        prepared.use.ranks_draw_apart = True  # left to the script, as Accelerate does
         return Loader(prepared, self.group, self.gradient_state.dataloader_references, other_types)
 
     skip_first_batches = staticmethod(loaders.skip_first_batches)  # type: ignore[assignment]

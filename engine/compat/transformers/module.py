@@ -219,10 +219,7 @@ class HFModule(TrainModule):
             self.log(f"{stage}/perplexity", self.perplexity)
 
     def _record(self, stage: str, loss: Loss | Tensor, prog_bar: bool = False) -> None:
-        if isinstance(loss, Loss):
-            self.log(f"{stage}/loss", loss.sum.detach() / nonzero(loss.count), prog_bar, batch_size=loss.count)
-        else:
-            self.log(f"{stage}/loss", loss.detach(), prog_bar)
+        self.log(f"{stage}/loss", loss, prog_bar)
 
     # -- optimizer, checkpoints -------------------------------------------------------------------------------------------------
 
