@@ -112,13 +112,16 @@ class TrainModule(nn.Module):
     def configure_model(self) -> None:
         """Build parts of the model here if their construction depends on the run; called once on every rank, after :meth:`setup`.
 
-        Under strategies that shard the model, parameters created here have no memory until they are sharded; see :meth:`init_weights`.
+        Under strategies that shard the model, parameters created here have no memory until they are sharded. What happens to them here is repeated
+        then, so that they start with the values of one process. They cannot be read as numpy arrays.
         """
 
     def init_weights(self, module: nn.Module) -> None:
-        """Initialize one module (without its submodules) that :meth:`configure_model` built without memory; by default by ``reset_parameters()``.
+        """Initialize one module (without its submodules) that :meth:`configure_model` has built; by default by ``reset_parameters()``.
 
-        Called on rank 0, for each module that has parameters of its own.
+        Your own method is called after ``configure_model``, on every rank and under every strategy, for each module with parameters of its own that
+        was built there; not if ``configure_model`` calls it. Modules that were built in ``with torch.device("meta")`` are initialized on rank 0,
+        by this method or the default, once they have memory.
 
         Raises:
             ValueError: the module has no ``reset_parameters()``.

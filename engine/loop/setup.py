@@ -21,6 +21,7 @@ from engine.loop.closure_step import STEP_METHODS, ClosureOptimization, check_cl
 from engine.loop.first_checks import check_parameters, report_misspelled
 from engine.loop.loaders import RunData
 from engine.loop.method_arguments import accepting
+from engine.loop.model_building import build_model
 from engine.loop.optimization import Optimization
 from engine.loop.run import Run
 from engine.loop.steps import AutomaticOptimization, ManualOptimization, PipelinedOptimization
@@ -100,7 +101,7 @@ def call_setup_hooks(run: Run, building: AbstractContextManager[Any] | None = No
         hook(run, module, stage)
     if not module.built:
         with nullcontext() if building is None else building, run.engine.strategy.building():
-            module.configure_model()
+            build_model(module)
     if stage == "fit":
         _separate_random_numbers(run)
 

@@ -4,37 +4,139 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import warnings
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from engine.strategies import recorded_values
 from engine.transforms.blocks import user_module
+from engine.utils import torch_private
 
 
 @contextmanager
 def parameters_deferred() -> Iterator[None]:
     """Put the parameters that modules register inside the block on the meta device; shared ones stay shared, buffers keep their values."""
-    register = nn.Module.register_parameter
-    deferred: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    with _registering(_without_memory):
+        yield
 
-    def register_deferred(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+
+@contextmanager
+def nothing_recorded() -> Iterator[None]:
+    """Inside the block :func:`parameters_deferred` holds, and a recording around it does not: what is built gets its values elsewhere."""
+    with torch_private.without_modes(), parameters_deferred():
+        yield
+
+
+@contextmanager
+def values_recorded() -> Iterator[None]:
+    """Do what :func:`parameters_deferred` does, and record the values that the parameters would have, for :func:`materialise`.
+
+    Parameters that the block has not created, but registers, stay as they are. In a simulation, whose tensors have no values, nothing is recorded.
+
+    Raises:
+        ValueError: the block reads the values of a parameter in a way that cannot be recorded.
+    """
+    if torch_private.is_simulated():
+        with parameters_deferred():
+            yield
+        return
+    owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    with (
+        _explained("configure_model"),
+        warnings.catch_warnings(),
+        _registering(partial(_recorded_stand_in, owners)),
+        _buffers_with_values(),
+        recorded_values.Recording(),
+    ):
+        # load_state_dict believes that a parameter without memory does not take its values.
+        warnings.filterwarnings("ignore", ".*copying from a non-meta parameter in the checkpoint to a meta parameter")
+        yield
+    for owner in owners:
+        for name, value in vars(owner).items():
+            if isinstance(value, Tensor) and recorded_values.is_recorded(value):  # neither a parameter nor a buffer
+                vars(owner)[name] = recorded_values.recorded_value(value)
+
+
+@contextmanager
+def _explained(method: str) -> Iterator[None]:
+    """Explain torch's errors about tensors without memory, which the user's ``method`` gets.
+
+    Raises:
+        ValueError: there was such an error.
+    """
+    try:
+        yield
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        if "meta" not in str(error):
+            raise
+        raise ValueError(
+            f"{method} reads a parameter in a way that cannot be repeated later, and under a strategy that shards it has no memory yet ({error}): "
+            "give it its values there, or in init_weights(self, module), by torch's operations on the parameter itself, for example "
+            "parameter.copy_(torch.from_numpy(values)) under torch.no_grad()"
+        ) from error
+
+
+@contextmanager
+def _registering(replacement: Callable[[nn.Module, nn.Parameter], nn.Parameter | None]) -> Iterator[None]:
+    """Inside the block, modules that register a parameter of torch's class get its ``replacement``, or keep it if that is ``None``."""
+    register = nn.Module.register_parameter
+    replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def register_replacement(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
         parameter = self._parameters[name]
-        if parameter is None or parameter.is_meta or type(parameter) is not nn.Parameter:
+        if parameter is None or type(parameter) is not nn.Parameter or recorded_values.has_no_memory(parameter):
             return
-        if parameter not in deferred:
-            deferred[parameter] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        self._parameters[name] = deferred[parameter]
+        if parameter not in replaced:
+            replaced[parameter] = replacement(self, parameter)
+        if replaced[parameter] is not None:
+            self._parameters[name] = replaced[parameter]
 
-    nn.Module.register_parameter = register_deferred  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_replacement  # type: ignore[method-assign]
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def _buffers_with_values() -> Iterator[None]:
+    """Inside the block, modules that register a buffer whose values are recorded get it with memory."""
+    register = nn.Module.register_buffer
+
+    def register_with_values(self: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        recording = recorded_values.active()
+        if tensor is not None and recording is not None and recorded_values.is_recorded(tensor):
+            tensor = recording.with_memory(tensor)
+        register(self, name, tensor, persistent)
+
+    nn.Module.register_buffer = register_with_values  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_buffer = register  # type: ignore[method-assign]
+
+
+def _without_memory(owner: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+
+
+def _recorded_stand_in(owners: WeakIdKeyDictionary, owner: nn.Module, parameter: nn.Parameter) -> nn.Parameter | None:
+    """The replacement of a parameter whose values are recorded; ``owners`` gets its module."""
+    owners[owner] = True
+    recording = recorded_values.active()
+    return None if recording is None else recording.stand_in(parameter)
+
+
+def lacks_values(module: nn.Module) -> bool:
+    """Whether a parameter or buffer has neither values nor recorded ones."""
+    return any(t.is_meta and not recorded_values.is_recorded(t) for t in (*module.parameters(), *module.buffers()))
 
 
 def is_deferred(module: nn.Module, away: Container[Tensor] = ()) -> bool:
@@ -48,10 +150,12 @@ def materialise(
     initialise: Callable[[nn.Module], None] | None,
     away: Container[Tensor] = (),
 ) -> dict[Tensor, Tensor]:
-    """Allocate and initialize parameters and buffers without values on ``device``.
+    """Allocate parameters and buffers without values on ``device``, and give them the recorded ones, or else initialize them.
+
+    Inside a recording nothing is allocated; the initialization is recorded.
 
     Args:
-        initialise: a function to call with each submodule that got memory; ``None``: the memory stays uninitialized.
+        initialise: a function to call with each submodule that got memory and has no recorded values; ``None``: the memory stays uninitialized.
         away: parameters that only other ranks keep; they are not touched.
 
     Returns:
@@ -62,24 +166,42 @@ def materialise(
     """
     replacements: dict[Tensor, Tensor] = {}
     for inner in module.modules():
-        initialized: dict[Tensor, Tensor] = {}
-        got_memory = False
-        for store in (inner._parameters, inner._buffers):
-            for key, tensor in store.items():
-                if tensor is None or tensor in away:
-                    continue
-                if tensor.is_meta and tensor not in replacements:
-                    replacements[tensor], got_memory = _with_memory(tensor, device), True
-                elif initialise is not None:  # it has values, which are restored after `initialise`
-                    real = replacements.get(tensor, tensor)
-                    initialized[real] = real.detach().clone()
-                store[key] = replacements.get(tensor, tensor)  # type: ignore[assignment]
-        if got_memory and initialise is not None:
+        stores: tuple[dict[str, Any], ...] = (inner._parameters, inner._buffers)
+        # Keys of a dict are compared by identity, items of a list by their values.
+        tensors = dict.fromkeys(t for store in stores for t in store.values() if t is not None and t not in away)
+        lacking = {
+            t: _with_memory(t, device)
+            for t in tensors
+            if t.is_meta and not recorded_values.is_recorded(t) and t not in replacements
+        }
+        replacements.update(lacking)
+        for tensor in tensors:
+            if tensor.is_meta and recorded_values.is_recorded(tensor) and tensor not in replacements:
+                replacements[tensor] = _with_recorded_value(tensor, device, initialise is not None)
+        for store in stores:
+            store.update({key: replacements[t] for key, t in store.items() if t is not None and t in replacements})
+        if lacking and initialise is not None:
+            # The others have values, which stay.
+            real = [replacements.get(t, t) for t in tensors if t not in lacking]
+            values = [t.detach().clone() for t in real]
             initialise(inner)
             with torch.no_grad():
-                for real, value in initialized.items():
-                    real.copy_(value)
+                for tensor, value in zip(real, values, strict=True):
+                    tensor.copy_(value)
     return replacements
+
+
+def record_initial_values(
+    module: nn.Module, device: torch.device, initialise: Callable[[nn.Module], None]
+) -> dict[Tensor, Tensor]:
+    """Initialize what has no values as :func:`materialise` does for the whole ``module`` at once, but only record it: random numbers are drawn in
+    the order of the modules, whichever part gets its memory first.
+
+    Returns, Raises:
+        As :func:`materialise`.
+    """
+    with _explained("init_weights"), recorded_values.Recording():
+        return materialise(module, device, initialise)
 
 
 def return_freed_memory() -> None:
@@ -116,5 +238,14 @@ def reset(module: nn.Module) -> None:
 
 
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    memory = torch.empty_like(tensor, device=device)
+    recording = recorded_values.active()
+    memory = torch.empty_like(tensor, device=device) if recording is None else recording.reserved(tensor, device)
     return nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
+
+
+def _with_recorded_value(tensor: Tensor, device: torch.device, with_values: bool) -> Tensor:
+    """The ``tensor`` on ``device``, with the values that were recorded for it; without ``with_values``, which rank 0 will send, with any."""
+    if not with_values:
+        return _with_memory(tensor, device)
+    value = recorded_values.recorded_value(tensor).to(device)
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value

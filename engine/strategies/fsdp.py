@@ -55,8 +55,8 @@ class FSDP(Strategy):
 
     After ``Fit.run`` the module stays sharded on all ranks: ``fit.test(module)`` and further runs under the same strategy work, but a
     direct call of the module does not. Modules built in ``configure_model`` have no memory for parameters until they are sharded, block
-    by block, so no rank ever has the whole model. ``init_weights(module)`` or else each module's ``reset_parameters()`` initializes them; a
-    checkpoint's values replace these. Inside ``with fit.gathered(module):`` the module has its full weights, to export them.
+    by block, so no rank ever has the whole model. They get the values of one process that runs the same ``configure_model``, whatever it does
+    with them; a checkpoint's values replace these. Inside ``with fit.gathered(module):`` the module has its full weights, to export them.
 
     ``training_step`` must return a loss on every rank: ``Loss(out.sum() * 0, 0)`` leaves a micro-batch out, ``None`` is an error.
     """
@@ -138,7 +138,7 @@ class FSDP(Strategy):
     # -- the model --------------------------------------------------------------------------------------------------------------
 
     def building(self) -> AbstractContextManager[Any]:
-        return super().building() if self.group.cpu is None else deferred_init.parameters_deferred()
+        return super().building() if self.group.cpu is None else deferred_init.values_recorded()
 
     def place(self, model: nn.Module) -> None:
         if self.group.cpu is None:
@@ -208,12 +208,13 @@ class FSDP(Strategy):
                 _gather_unused(root)
             if self.precision.fp8 is not None and self.precision.fp8.gathers:
                 float8.Scales(root, self.precision.fp8)
-            for parameter in apart & set(root.parameters()):
+            for parameter in {self._replacements.current(p) for p in apart} & set(root.parameters()):
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(partial(self._average, root))
 
     def _fully_shard(self, module: nn.Module, ignored: set[Any], inputs: bool) -> None:
         self._replacements.materialise(module)
+        ignored = {self._replacements.current(parameter) for parameter in ignored}
         previous = dict(module.named_parameters(remove_duplicate=False))
         half, fp8 = self.precision.autocast, self.precision.fp8
         if fp8 is not None and fp8.gathers:

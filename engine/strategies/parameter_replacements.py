@@ -10,6 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from engine.distributed.group import Group
 from engine.strategies import deferred_init, dtensors
 from engine.strategies.base import broadcast_from_rank_0
+from engine.utils import torch_private
 
 
 class ParameterReplacements:
@@ -29,20 +30,26 @@ class ParameterReplacements:
     def begin(self, model: nn.Module, group: Group) -> None:
         """Start to shard ``model`` over the ranks of ``group``; rank 0 will initialize parameters without values."""
         self._group, self._initialise = (group, deferred_init.initialiser(model) if group.is_main else None)
+        if self._initialise is not None and deferred_init.lacks_values(model) and not torch_private.is_simulated():
+            self._note(deferred_init.record_initial_values(model, group.device, self._initialise))
 
     def materialise(self, module: nn.Module) -> None:
         """Move tensors that are not sharded yet to the device, with rank 0's values; initialize those without values."""
         device = self._group.device
         if deferred_init.is_deferred(module, self._elsewhere):
             deferred_init.return_freed_memory()
+            self.update(module)  # parameters that another part has, too
             replaced = deferred_init.materialise(module, device, self._initialise, self._elsewhere)
-            self._newer.update({old: new for old, new in replaced.items() if isinstance(old, nn.Parameter)})
+            self._note(replaced)
         tensors = (*module.parameters(), *module.buffers())
         new = [t for t in tensors if not dtensors.is_dtensor(t) and not t.is_meta and t not in self._placed]
         for tensor in new:
             tensor.data = tensor.data.to(device)
             self._placed[tensor] = True
         broadcast_from_rank_0(self._group, [t.detach() for t in new])
+
+    def _note(self, replaced: Mapping[Tensor, Tensor]) -> None:
+        self._newer.update({old: new for old, new in replaced.items() if isinstance(old, nn.Parameter)})
 
     def record(self, module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
         """Record that the module's parameters have replaced ``before``, and free the memory of those: an optimizer may still refer to them."""

@@ -208,6 +208,18 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+def is_simulated() -> bool:
+    """Whether new tensors have shapes but no values, because a mode such as that of :func:`fake_mode` is active."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def dispatch_modes() -> list[Any]:
+    """The active modes that see operations, the outermost first."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return list(_get_current_dispatch_mode_stack())
+
+
 def is_in_flight(tensor: Tensor) -> bool:
     """Whether a tensor is the result of a functional collective that may still run."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor

@@ -93,6 +93,50 @@ def two_values() -> Any:
     return found
 
 
+class Scaled(Deep):
+    """Values that ``configure_model`` gives in a second pass; the first layer shares its weight with the last."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for parameter in self.layers.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        self.layers[0].weight = self.layers[-1].weight
+        self.register_buffer("noise", torch.randn(3))
+
+
+class OnMeta(Deep):
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            super().configure_model()
+
+    def init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+
+
+class Initialized(Deep):
+    """``init_weights`` is called by the run."""
+
+    def init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.orthogonal_(module.weight)
+            nn.init.zeros_(module.bias)
+
+
+def two_first_values() -> Any:
+    """By module, the parameters and buffers that are not those with which DDP starts, and whether rank 0's random numbers are others."""
+    found = {}
+    for kind in (Deep, Scaled, OnMeta, Initialized):
+        expected, module = kind(8, 4), kind(8, 4)
+        fit(expected, "ddp", 2)
+        number = torch.rand(1)
+        fit(module, FSDP(blocks=["layers.*"]) if kind is Scaled else "fsdp", 2)
+        others = [name for name, value in module.first.items() if not torch.equal(value, expected.first[name])]
+        found[kind.__name__] = [others, len(expected.first), torch.equal(number, torch.rand(1))]
+    return found
+
+
 @pytest.fixture(scope="module")
 def two() -> dict[str, list[Any]]:
     return ranks_of_file(__file__, 2, "two_")
@@ -111,6 +155,15 @@ def test_it_trains_as_one_that_was_built_whole(two: Any, name: str) -> None:
     distance, moved = two["values"][0][name]
     assert distance < 1e-6
     assert moved > 1e-5
+
+
+def test_first_values_are_those_of_one_process(two: Any) -> None:
+    assert two["first_values"][0] == {
+        "Deep": [[], 8, True],
+        "Scaled": [[], 9, True],
+        "OnMeta": [[], 8, True],
+        "Initialized": [[], 8, True],
+    }
 
 
 # -- on one process ---------------------------------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def _deepspeed(file: KeyFile) -> Any:
         if clip not in (None, "auto", "none"):
             file.set("gradient_clip_val", float(clip))
     part.refuse_others({"moe_layer_cls_names": "mixtures of experts are not supported"})
-    part.note("zero3_init_flag", "what configure_model() builds at stage 3 is always constructed under zero.Init")
+    part.note("zero3_init_flag", "what configure_model() builds at stage 3 has no memory until it is sharded")
     part.note(
         "zero3_save_16bit_model",
         "checkpoints have the fp32 weights; fit checkpoint export --dtype bf16 writes them in half the size",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.compat.transformers.loss import base_of
 from engine.compat.transformers.saved_weights import SavedWeights, builds_without_values, fill
+from engine.strategies import deferred_init
 from engine.strategies.base import Strategy
 
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -45,6 +47,11 @@ class Pretrained:
         """Build the model. If the strategy builds models without values, call :meth:`read` once it is sharded."""
         auto: Any = AutoModelForCausalLM if self.auto is None else self.auto
         self._unread = builds_without_values()
+        with deferred_init.nothing_recorded() if self._unread else nullcontext():
+            return self._built(auto)
+
+    def _built(self, auto: Any) -> Any:
+        """The model, built by the class ``auto``, with the new adapter."""
         if self._unread:
             options = {name: value for name, value in self.options.items() if name != "revision"}
             build_from_config = getattr(auto, "from_config", None) or auto._from_config

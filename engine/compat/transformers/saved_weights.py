@@ -13,6 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from engine.checkpoint.files import DamagedCheckpoint, is_entry, read_json
 from engine.checkpoint.tensor_files import Stored, TensorFiles
+from engine.strategies import recorded_values
 from engine.strategies.base import Strategy
 
 
@@ -60,7 +61,7 @@ class SavedWeights:
 def builds_without_values() -> bool:
     """Whether modules created now get parameters without values, as inside ``configure_model`` under some strategies that shard."""
     weight = nn.Linear(1, 1, bias=False).weight
-    return weight.is_meta or not weight.numel()
+    return recorded_values.has_no_memory(weight) or not weight.numel()
 
 
 @torch.no_grad()

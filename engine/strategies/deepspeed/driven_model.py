@@ -259,13 +259,16 @@ class DrivenModel(nn.Module):
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
+def half_dtype(half: str) -> torch.dtype | None:
+    """The dtype of DeepSpeed's half format (``"bf16"``, ``"fp16"``); ``None``: there is none."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(half)
+
+
 def convert_rest(module: nn.Module, half: str) -> None:
-    """Convert parameters that were not created under ``zero.Init`` to ``half`` (``"bf16"``, ``"fp16"``), as DeepSpeed does with the others."""
+    """Convert parameters that are not sharded yet to ``half`` (``"bf16"``, ``"fp16"``), as DeepSpeed does with the others."""
     for parameter in module.parameters():
         if not hasattr(parameter, "ds_id") and parameter.is_floating_point():
-            parameter.data = parameter.data.to(
-                {"bf16": torch.bfloat16, "fp16": torch.float16}.get(half, parameter.dtype)
-            )
+            parameter.data = parameter.data.to(half_dtype(half) or parameter.dtype)
 
 
 def _cast_inputs(module: nn.Module, args: Any) -> Any:

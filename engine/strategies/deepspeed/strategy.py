@@ -21,6 +21,7 @@ from engine.step.gradient_sync import StepStream
 from engine.step.optimizer_step import Stepper
 from engine.step.precision import Precision
 from engine.step.scaler import Scaler
+from engine.strategies import deferred_init
 from engine.strategies.base import (
     Strategy,
     broadcast_from_rank_0,
@@ -31,6 +32,7 @@ from engine.strategies.base import (
 )
 from engine.strategies.deepspeed import configuration, shards
 from engine.strategies.deepspeed.configuration import RequiredValue
+from engine.strategies.deepspeed.deferred_model import shard_deferred
 from engine.strategies.deepspeed.driven_model import (
     ELEMENTWISE,
     DrivenModel,
@@ -39,6 +41,7 @@ from engine.strategies.deepspeed.driven_model import (
     check_only_optimizer,
     check_optimizer,
     convert_rest,
+    half_dtype,
     import_deepspeed,
     quiet_setup,
     restore_linear,
@@ -46,7 +49,7 @@ from engine.strategies.deepspeed.driven_model import (
 )
 from engine.strategies.deepspeed.shards import Shards
 from engine.strategies.owned_step import OwnedStepper, OwnsStep
-from engine.utils import accelerator
+from engine.utils import accelerator, torch_private
 from engine.utils.log import warn_once
 from engine.utils.parameters import parameters_of
 
@@ -178,6 +181,8 @@ class DeepSpeed(Strategy, OwnsStep):
     def building(self) -> AbstractContextManager[Any]:
         if self.zero_stage < 3:
             return nullcontext()
+        if not torch_private.is_simulated():
+            return deferred_init.values_recorded()
         import deepspeed
 
         use_process_group(self.group.device, self.group.local_rank)
@@ -196,6 +201,13 @@ class DeepSpeed(Strategy, OwnsStep):
 
     def train_with(self, loader: Any) -> None:
         self._batch_size = getattr(loader, "batch_size", None)
+
+    def place(self, model: nn.Module) -> None:
+        if self.zero_stage == 3 and deferred_init.is_deferred(model):
+            use_process_group(self.group.device, self.group.local_rank)
+            with quiet_setup(self.group.device, self.group.local_rank):
+                shard_deferred(model, self.group, self._complete(None), half_dtype(self._half))
+        super().place(model)
 
     def setup(self, model: nn.Module) -> nn.Module:
         sharding = (self.zero_stage, self.group.world_size, self.precision.name)

@@ -333,35 +333,39 @@ def rank_runs() -> Any:
 
 
 class Built(Net):
-    """``drawn``: the dtype of the random weights; torch 2.11 draws other ones in bf16 than in fp32."""
+    """Built in ``configure_model``, where the module on rank 0 draws other numbers, and gives them other values afterwards."""
 
-    def __init__(self, drawn: torch.dtype | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.drawn = drawn
-        self.shape: list[int] = []
+        self.shapes: list[list[int]] = []
 
     def configure_model(self) -> None:
         torch.manual_seed(11 + self.global_rank)
-        self.extra = nn.Linear(8, 8, dtype=self.drawn)
-        if self.drawn is not None:
-            self.extra.float()
-        self.shape = list(self.extra.weight.shape)
+        self.extra, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+        nn.init.orthogonal_(self.extra.weight)
+        self.after.bias = self.extra.bias
+        with torch.no_grad():
+            self.after.weight.copy_(self.extra.weight).mul_(0.5)
+        self.shapes.append(list(self.extra.weight.shape))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return loss_of(self(self.extra(batch)))
+        return loss_of(self(self.after(self.extra(batch))))
+
+    def configure_optimizers(self) -> Any:
+        self.shapes.append(list(self.extra.weight.shape))
+        return super().configure_optimizers()
 
 
 def rank_built() -> Any:
-    """Under ``zero.Init`` at stage 3 a rank never keeps a whole weight; all start with rank 0's. Torch is as before afterwards."""
+    """At stage 3 a rank never keeps a whole weight; all start with rank 0's, as under DDP. Torch is as before afterwards."""
 
     def run(stage: int, precision: str) -> list[Any]:
-        module, strategy = Built(), made(stage)
-        expected = Built(torch.bfloat16 if precision == "bf16-mixed" else None)
+        module, strategy, expected = Built(), made(stage), Built()
         fit(expected, [data(2) for _ in range(4)], strategy="ddp")
         fit(module, [data(2) for _ in range(4)], strategy=strategy, precision=precision)
         state = strategy.model_state(module)
         found = torch.cat([state[name].flatten() for name, _ in expected.named_parameters()]) if state else None
-        return [module.shape, apart(found, flat(expected)), functional.linear is torch._C._nn.linear]
+        return [module.shapes, apart(found, flat(expected)), functional.linear is torch._C._nn.linear]
 
     return [run(2, "32-true"), run(3, "32-true"), run(3, "bf16-mixed")]
 
@@ -701,8 +705,8 @@ def test_runs_and_validations_of_one_module(found: Any) -> None:
 
 def test_building_under_zero_init(found: Any) -> None:
     for whole_, sharded, half in found["built"]:
-        assert whole_[0] == [8, 8]
-        assert sharded[0] == half[0] == [0]
+        assert whole_[0] == [[8, 8], [8, 8]]
+        assert sharded[0] == half[0] == [[8, 8], [0]]
         assert max(whole_[1], sharded[1]) < 1e-6
         assert half[1] < 0.05  # bf16 has 8 bits
         assert whole_[2] is sharded[2] is half[2] is True
