@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -104,6 +104,17 @@ class Notes:
             return store.check([name])  # a set has no answer: over a broken connection it would seem to succeed
 
         self._result_within(ANSWER_S, write)
+
+    def read_all(self, names: Sequence[str]) -> list[Any] | None:
+        """Return the notes of these names, in one request; ``None`` if one of them does not exist."""
+        store = self._store
+        if store is None or not self.answers:
+            return None
+
+        def read() -> list[Any] | None:
+            return [json.loads(value) for value in store.multi_get(names)] if store.check(names) else None
+
+        return self._result_within(ANSWER_S, read)  # type: ignore[no-any-return]
 
     def read(self, name: str, wait_s: float) -> Any:
         """Return the note of this name, waiting at most ``wait_s`` (s) for it; ``None`` if there is none."""

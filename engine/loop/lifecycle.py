@@ -231,6 +231,7 @@ def watched(run: Run) -> Iterator[None]:
             first_s=first_s,
             limit_s=limit_s,
             directory=run.checkpoints.run_folder.path / "hang",
+            signals=run.control.early_signals,
         )
     try:
         yield
