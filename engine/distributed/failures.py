@@ -21,6 +21,7 @@ import torch.distributed as dist
 from engine.distributed.environments import Environment
 from engine.utils import garbage, tracebacks
 from engine.utils.errors import INTERRUPTED, TERMINATED, HangError, RankError
+from engine.utils.helper_threads import HelperThread
 
 # Texts in errors of gloo, NCCL and the store when the other side of a connection is gone.
 _PEER_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
@@ -260,7 +261,7 @@ def _end_with_parent(parent: int, rank: int) -> None:
         thread.join(1.0)
         garbage.collect_none_at_exit()
 
-    thread = threading.Thread(target=watch, name="fit-parent-watch", daemon=True)
+    thread = HelperThread(watch, "fit-parent-watch", "this rank does not end by itself if rank 0 is gone")
     thread.start()
     atexit.register(stop)
 

@@ -171,7 +171,9 @@ def _scratch_file() -> IO[bytes]:
 
 def _unescaped(text: str) -> str:
     """A name as it is: ``faulthandler`` writes other characters than ASCII as ``\\xe9`` or ``\\u4e00``."""
-    return re.sub(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))", lambda m: chr(int(m[1] or m[2] or m[3], 16)), text)
+    return re.sub(
+        r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))", lambda m: chr(int(m[1] or m[2] or m[3], 16)), text
+    )
 
 
 def _command(pid: int | str) -> str:
@@ -252,9 +254,7 @@ def all_threads() -> str:
     parts = []
     for ident, lines in _lines_of_threads().items():
         if ident != threading.get_ident():
-            stack = "".join(
-                traceback.StackSummary.from_list([(*line, None) for line in reversed(lines)]).format()
-            )
+            stack = "".join(traceback.StackSummary.from_list([(*line, None) for line in reversed(lines)]).format())
             parts.append(f"thread {names.get(ident, ident)}:\n{stack}")
     return "\n".join(parts)
 

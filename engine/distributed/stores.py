@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import socket
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from engine.distributed import addresses
 from engine.distributed.group import Group
+from engine.utils.helper_threads import log_failure
 
 ANSWER_S = 3.0
 """The time (s) within which a working store answers."""
@@ -137,8 +137,12 @@ class Notes:
         results: list[Any] = []
 
         def run() -> None:
-            with contextlib.suppress(RuntimeError, ValueError):  # the store's errors are RuntimeErrors
+            try:
                 results.append(call())
+            except (RuntimeError, ValueError):  # the store's errors are RuntimeErrors
+                pass
+            except BaseException as error:
+                log_failure("fit-notes", "this rank's notes do not reach the others", error)
 
         thread = threading.Thread(target=run, name="fit-notes", daemon=True)
         thread.start()

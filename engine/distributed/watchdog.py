@@ -40,6 +40,8 @@ from engine.utils.text import terminal_text
 
 WAIT_S = 60.0
 """The time (s) without progress after which ranks that all wait for each other are named."""
+SETUP_IDLE_S = 30.0
+"""The time (s) after which a thread that waits while a run is being set up is reported."""
 GRACE_S = 20.0
 """The time (s) without progress, counted from a SIGTERM on, after which such ranks end. Schedulers kill after 30 s, ``fit launch`` after 120 s."""
 NOTES_S = 3.0
@@ -124,7 +126,9 @@ class Watchdog:
         self._late: dict[int, float] = {}
         self._is_idle = False
         """Whether the training's thread used no processor time between the latest two looks."""
-        self._processes: list[tuple[str, int]] = [tuple(p) for p in gather_json(group, [socket.gethostname(), os.getpid()])]
+        self._processes: list[tuple[str, int]] = [
+            tuple(p) for p in gather_json(group, [socket.gethostname(), os.getpid()])
+        ]
         self._rank_names: list[str] = [
             f"rank {rank} (host {host_name}, process {pid})" for rank, (host_name, pid) in enumerate(self._processes)
         ]
@@ -433,6 +437,55 @@ class Watchdog:
             os._exit(TERMINATED if self._cause else 1)
 
 
+class SetupWatch:
+    """Watches the calling thread while a run is being set up, until :meth:`stop`: where hooks, loggers and loaders do as they like.
+
+    A thread that waits for :data:`SETUP_IDLE_S`, and not for other ranks, is reported once with its position. After a SIGTERM the set-up has
+    :data:`GRACE_S` left; then the process ends with status 143. There is nothing to save yet, and a call that does not return keeps handlers from running.
+
+    Args:
+        signals: says whether this process has got SIGTERM.
+    """
+
+    def __init__(self, signals: EarlySignals) -> None:
+        self._signals = signals
+        self._thread, self._native_id = threading.get_ident(), threading.get_native_id()
+        self._last_look, self._processor_s = time.monotonic(), stacks.processor_s(self._native_id)
+        self._idle_s = self._terminated_s = 0.0
+        self._is_told = False
+        self._watcher = Watcher.watching(self, 1.0)
+
+    def stop(self) -> None:
+        """Stop watching, because the set-up has ended."""
+        self._watcher.leave(self)
+
+    def look(self) -> None:
+        """Look whether the thread has waited for too long. The watchdog's thread calls this after each pause."""
+        now, used = time.monotonic(), stacks.processor_s(self._native_id)
+        passed_s = min(now - self._last_look, 2.0)  # as in `Watchdog.look`
+        is_idle = used is not None and self._processor_s is not None and used - self._processor_s < IDLE * passed_s
+        self._idle_s = self._idle_s + passed_s if is_idle else 0.0
+        self._last_look, self._processor_s = now, used
+        if self._signals.terminated:
+            self._terminated_s += passed_s
+        is_over = self._terminated_s > GRACE_S
+        if not is_over and (self._is_told or self._idle_s < SETUP_IDLE_S):
+            return
+        position = stacks.position(self._thread)
+        if position.debugged:
+            self._idle_s = self._terminated_s = 0.0
+        elif is_over:
+            try:
+                text = f"SIGTERM: the run was still being set up after {GRACE_S:g} s, at {position.line}; the process ends"
+                print(terminal_text(text), file=sys.stderr, flush=True)
+                sys.stdout.flush()
+            finally:
+                os._exit(TERMINATED)
+        elif not position.waits:  # else another rank, which reports that, keeps this one waiting
+            self._is_told = True
+            logger.warning("the run is still being set up: for %.3g s it has waited at %s", self._idle_s, position.line)
+
+
 class Watcher(threading.Thread):
     """A thread that serves one watchdog after another. It ends after the first pause in which it has none.
 
@@ -446,13 +499,13 @@ class Watcher(threading.Thread):
     def __init__(self, pause: float) -> None:
         super().__init__(name="fit-watchdog", daemon=True)
         self.pause = pause
-        self.dog: Watchdog | None = None
+        self.dog: Watchdog | SetupWatch | None = None
         self._looking, self._ended = threading.Lock(), threading.Event()
         self._has_warned = False
         """Whether an error in a look for the current watchdog was logged."""
 
     @classmethod
-    def watching(cls, dog: Watchdog, pause: float) -> Watcher:
+    def watching(cls, dog: Watchdog | SetupWatch, pause: float) -> Watcher:
         """Return a thread that calls ``dog.look`` after each pause: an idle one, or a new one."""
         for watcher in [*cls.idle]:
             with suppress(ValueError):
@@ -466,7 +519,7 @@ class Watcher(threading.Thread):
         watcher.start()
         return watcher
 
-    def leave(self, dog: Watchdog) -> None:
+    def leave(self, dog: Watchdog | SetupWatch) -> None:
         """Stop looking for ``dog``; wait up to a second for a look in progress."""
         if self.dog is not dog:
             return
