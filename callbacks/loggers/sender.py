@@ -104,6 +104,22 @@ class Sender:
         return self._thread
 
     def _make_calls(self) -> None:
+        """Make the calls in order; the thread's target. An error of its own ends this logger, as one of the tracker does."""
+        try:
+            self._serve()
+        except BaseException as error:
+            with self._changed:
+                self._failed, lost = True, len(self._items)
+                self._items.clear()
+            _log.error(
+                "%s failed in its thread; the run continues without it, and what waited (%d) is lost: %s",
+                self._name,
+                lost,
+                error,
+                exc_info=error,
+            )
+
+    def _serve(self) -> None:
         while not self._abandoned.is_set():
             with self._changed:
                 while not self._items and self._close is None:

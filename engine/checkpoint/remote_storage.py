@@ -28,7 +28,6 @@ from engine.checkpoint.manifest import FOLDERS, JOINED, MANIFEST, check_manifest
 from engine.checkpoint.storage import Draft, Incomplete, Storage
 from engine.utils.text import has_password, terminal_text
 
-
 _WITH_BUCKETS = frozenset(
     ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs", "cos", "cosn", "tos", "swift", "b2")
 )

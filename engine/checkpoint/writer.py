@@ -24,6 +24,7 @@ from engine.checkpoint.storage import Draft, Packed
 from engine.distributed.collectives import all_or_none, gather_json
 from engine.distributed.group import Group
 from engine.utils import device_copies
+from engine.utils.helper_threads import log_failure
 from engine.utils.log import logger
 
 CLOSE_S = 5.0
@@ -245,12 +246,22 @@ class CheckpointWriter:
                     if self._needs_buffers:
                         continue
                     self._thread = None
-                    if self._staging is not None:
-                        self._staging.close()
+                    try:
+                        if self._staging is not None:
+                            self._staging.close()
+                    except BaseException as error:
+                        log_failure("checkpoint", "its buffers may still use memory; the next save has new ones", error)
+                        self._staging = None
                     return
             if job is None:
                 return
-            self._run(job, group)
+            try:
+                self._run(job, group)
+            except BaseException as error:  # the training waits for the outcome
+                if job.future is not None and not job.future.done():
+                    job.future.set_exception(error)
+                else:
+                    log_failure("checkpoint", "the next save goes on", error)
             del job
 
     def _run(self, job: _Job, group: Group) -> None:

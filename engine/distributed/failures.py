@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from engine.distributed.environments import Environment
 from engine.utils import garbage, tracebacks
-from engine.utils.errors import INTERRUPTED, HangError, RankError
+from engine.utils.errors import INTERRUPTED, TERMINATED, HangError, RankError
+from engine.utils.helper_threads import HelperThread
 
 # Texts in errors of gloo, NCCL and the store when the other side of a connection is gone.
 _PEER_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
@@ -122,6 +123,8 @@ class Uncaught:
         prefix = "" if isinstance(error, RankError) else f"[rank{environment.rank}]: "  # torch's mark
         sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
         sys.stderr.flush()
+        if isinstance(error, HangError) and error.terminated and not hasattr(sys, "ps1"):
+            raise SystemExit(TERMINATED)  # as after Ctrl-C above
 
 
 def hook(environment: Environment) -> Uncaught:
@@ -258,7 +261,7 @@ def _end_with_parent(parent: int, rank: int) -> None:
         thread.join(1.0)
         garbage.collect_none_at_exit()
 
-    thread = threading.Thread(target=watch, name="fit-parent-watch", daemon=True)
+    thread = HelperThread(watch, "fit-parent-watch", "this rank does not end by itself if rank 0 is gone")
     thread.start()
     atexit.register(stop)
 

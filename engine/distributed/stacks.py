@@ -1,24 +1,28 @@
 """The positions of this process's threads: full stacks, and the one line that says most about the training.
 
 The threads run on while their frames are read. On CPython 3.11 reading ``f_back`` makes a frame object, which may start a garbage collection; a
-finalizer in it may let the other thread run, whose frame is then gone: ``f_back`` returns an arbitrary object, or the interpreter crashes. So all
-frames are collected by ``_frames``, in which no collection starts; once a frame object exists it stays valid.
+finalizer in it may let the other thread run, whose frame is then gone: ``f_back`` returns an arbitrary object, or the interpreter crashes. So stacks are
+read by ``faulthandler`` (:func:`_lines_of_threads`), which makes no objects and lets no other thread run. What it does not show, locals and the call within a
+line, is read from frames while no collection starts (:func:`_frames`); once a frame object exists it stays valid.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import linecache
+import os
 import re
 import sys
 import sysconfig
+import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -34,6 +38,7 @@ _LIBRARIES = tuple(
 # Code in which a thread waits for other ranks: collectives, and the backward pass, which reduces gradients.
 _WAITING_CODE = (
     str(Path(torch.__file__).resolve().parent / "distributed"),
+    str(Path(torch.__file__).resolve().parent / "nn" / "parallel"),
     str(Path(torch.__file__).resolve().parent / "autograd" / "graph.py"),
     str(Path(__file__).resolve().parent),
 )
@@ -43,7 +48,15 @@ _LOADERS = {
     "engine.loop.evaluate": "evaluation",
 }
 """The kind of loader that each module reads, for messages."""
-_DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy", "_pydevd_bundle", "IPython.core.debugger")
+_DEBUGGERS = re.compile(
+    rf"^{re.escape(sysconfig.get_path('stdlib'))}[/\\\\][pb]db\.py$|[/\\\\](pydevd\.py|_pydevd_bundle[/\\\\].*|debugpy[/\\\\].*|IPython[/\\\\]core[/\\\\]debugger\.py)$"
+)
+"""The files of debuggers."""
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+"""Lines that ``faulthandler`` writes."""
+Line = tuple[str, int, str]
+"""A frame's file, line and function."""
 
 
 MOST = 80
@@ -76,12 +89,10 @@ class Position:
 
 def position(thread: int) -> Position:
     """The position of the thread with this ``threading.get_ident()``."""
-    frames = _frames().get(thread)
-    if not frames:
+    lines = _lines_of_threads().get(thread)
+    if not lines:
         return Position("(the thread has ended)", False)
-    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
-    debugged = any(name.split(".")[0] in _DEBUGGERS or name in _DEBUGGERS for name in modules)
-    lines = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in frames]
+    debugged = any(_DEBUGGERS.search(file) for file, _, _ in lines)
     file, number, function = lines[0]
     line = _user_line(lines)
     innermost = "" if line.startswith(f"{file}:{number} ") else f" (now in {Path(file).name}:{number} {function})"
@@ -91,7 +102,7 @@ def position(thread: int) -> Position:
         line + innermost + activity,
         waits,
         debugged,
-        not waits and _DEVICE_WAITS.search(_call_source(frames[0])) is not None,
+        not waits and _DEVICE_WAITS.search(_call_source(thread, lines[0])) is not None,
     )
 
 
@@ -134,6 +145,37 @@ def _frames() -> dict[int, list[FrameType]]:
         }
 
 
+def _lines_of_threads() -> dict[int, list[Line]]:
+    """The lines at which each thread's frames stand, by its ``threading.get_ident()``, innermost first; the first 100 of each."""
+    with _scratch_file() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    threads: dict[int, list[Line]] = {}
+    lines: list[Line] = []
+    for line in text.splitlines():
+        if match := _THREAD.match(line):
+            lines = threads.setdefault(int(match[1], 16), [])
+        elif match := _FRAME.match(line):
+            path, number, function = match.groups()
+            lines.append((_unescaped(path), int(number) if number.isdigit() else 0, _unescaped(function)))
+    return threads
+
+
+def _scratch_file() -> IO[bytes]:
+    """A file in memory where there are such, since disks may be full or hang; else a temporary one."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("stacks"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+def _unescaped(text: str) -> str:
+    """A name as it is: ``faulthandler`` writes other characters than ASCII as ``\\xe9`` or ``\\u4e00``."""
+    return re.sub(
+        r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))", lambda m: chr(int(m[1] or m[2] or m[3], 16)), text
+    )
+
+
 def _command(pid: int | str) -> str:
     """The name of a process's main thread; empty if the process has ended, or the name is unknown."""
     try:
@@ -142,8 +184,12 @@ def _command(pid: int | str) -> str:
         return ""
 
 
-def _call_source(frame: FrameType) -> str:
-    """The source of the expression that a frame is evaluating, on one line; empty if it is unknown."""
+def _call_source(thread: int, line: Line) -> str:
+    """The source of the expression that a thread's innermost frame, at this line, is evaluating, on one line; empty if it is unknown."""
+    with garbage.postponed():
+        frame = sys._current_frames().get(thread)
+    if frame is None or (frame.f_code.co_filename, frame.f_lineno) != line[:2]:
+        return ""
     positions = list(frame.f_code.co_positions())
     first, last, start, end = positions[frame.f_lasti // 2] if 0 <= frame.f_lasti // 2 < len(positions) else [None] * 4
     if first is None or last is None or start is None or end is None:
@@ -160,6 +206,19 @@ def processor_s(native_thread: int) -> float | None:
         return int(Path(f"/proc/self/task/{native_thread}/schedstat").read_text().split()[0]) / 1e9
     except (OSError, ValueError, IndexError):
         return None
+
+
+def runs(pid: int) -> bool:
+    """Whether a process of this machine runs. One that has ended and whose parent has not asked for its status does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except PermissionError:
+        return True
+    except ProcessLookupError:
+        return False
+    except OSError:  # no /proc here
+        return True
 
 
 @contextlib.contextmanager
@@ -180,7 +239,7 @@ def raised_at(trace: TracebackType | None) -> str:
     )
 
 
-def _user_line(frames: list[tuple[str, int, str]]) -> str:
+def _user_line(frames: list[Line]) -> str:
     """Describe the innermost frame of the user's own code. ``frames``: (file, line, function) of each frame, innermost first."""
     user_frames = [entry for entry in frames if not entry[0].startswith((*_LIBRARIES, "<"))]
     file, number, function = (user_frames or frames or [("?", 0, "?")])[0]
@@ -193,10 +252,9 @@ def all_threads() -> str:
     """The stacks of all Python threads, the innermost line last, in the form of tracebacks."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
-    for ident, frames in _frames().items():
+    for ident, lines in _lines_of_threads().items():
         if ident != threading.get_ident():
-            lines = ((frame, frame.f_lineno) for frame in reversed(frames))
-            stack = "".join(traceback.StackSummary.extract(lines).format())
+            stack = "".join(traceback.StackSummary.from_list([(*line, None) for line in reversed(lines)]).format())
             parts.append(f"thread {names.get(ident, ident)}:\n{stack}")
     return "\n".join(parts)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from engine.distributed import addresses
 from engine.distributed.group import Group
+from engine.utils.helper_threads import log_failure
 
 ANSWER_S = 3.0
 """The time (s) within which a working store answers."""
@@ -105,6 +105,17 @@ class Notes:
 
         self._result_within(ANSWER_S, write)
 
+    def read_all(self, names: Sequence[str]) -> list[Any] | None:
+        """Return the notes of these names, in one request; ``None`` if one of them does not exist."""
+        store = self._store
+        if store is None or not self.answers:
+            return None
+
+        def read() -> list[Any] | None:
+            return [json.loads(value) for value in store.multi_get(names)] if store.check(names) else None
+
+        return self._result_within(ANSWER_S, read)  # type: ignore[no-any-return]
+
     def read(self, name: str, wait_s: float) -> Any:
         """Return the note of this name, waiting at most ``wait_s`` (s) for it; ``None`` if there is none."""
         store = self._store
@@ -126,8 +137,12 @@ class Notes:
         results: list[Any] = []
 
         def run() -> None:
-            with contextlib.suppress(RuntimeError, ValueError):  # the store's errors are RuntimeErrors
+            try:
                 results.append(call())
+            except (RuntimeError, ValueError):  # the store's errors are RuntimeErrors
+                pass
+            except BaseException as error:
+                log_failure("fit-notes", "this rank's notes do not reach the others", error)
 
         thread = threading.Thread(target=run, name="fit-notes", daemon=True)
         thread.start()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from engine.distributed import failures
+from engine.utils.helper_threads import log_failure
 
 TAIL = 64 * 1024
 """Number of last bytes of a rank's standard error that are kept, to search them for a traceback."""
@@ -146,19 +147,30 @@ class Output:
 
     def _work(self) -> None:
         """Read the pipes until the output is closed; the thread's target."""
+        is_told = False
         while not self._over.is_set():
-            if not self._streams:
+            try:
+                self._read_available()
+            except BaseException as error:  # a rank whose full pipe nobody reads would wait forever
+                if not is_told:
+                    is_told = True
+                    log_failure("fit-output", "it goes on; some of the ranks' output may be missing", error)
                 time.sleep(0.05)
-                continue
-            ready = self._selector.select(0.1)
-            with self._lock:
-                for key, _ in ready:
-                    stream = self._streams.get(int(key.fd))
-                    if stream is not None and self._read(stream) == 0:
-                        self._end(stream)
-                for stream in self._streams.values():
-                    if stream.held_lines and time.monotonic() - stream.held_since > HOLD_S:
-                        self._release(stream)
+
+    def _read_available(self) -> None:
+        """Read the pipes that have output, waiting a moment for some; show lines that were held back for too long."""
+        if not self._streams:
+            time.sleep(0.05)
+            return
+        ready = self._selector.select(0.1)
+        with self._lock:
+            for key, _ in ready:
+                stream = self._streams.get(int(key.fd))
+                if stream is not None and self._read(stream) == 0:
+                    self._end(stream)
+            for stream in self._streams.values():
+                if stream.held_lines and time.monotonic() - stream.held_since > HOLD_S:
+                    self._release(stream)
 
     def _read(self, stream: _Stream) -> int:
         """Read the available bytes. Return their number, 0 at the end of the pipe, or -1 if none are available now."""

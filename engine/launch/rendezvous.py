@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -24,6 +25,7 @@ from engine.distributed import addresses, stores
 from engine.distributed.addresses import LOOPBACK
 from engine.launch.job import Job, LaunchError
 from engine.launch.output import Output, Terminal
+from engine.utils.helper_threads import HelperThread
 
 STORE_S = 10.0
 """Timeout (s) of one exchange with the store after the rendezvous."""
@@ -204,7 +206,8 @@ class Machines(Meeting):
         self.has_met = True
         self._answered = time.monotonic()
         self._over = threading.Event()
-        threading.Thread(target=self._watch, args=(self._over,), name="fit-waiting", daemon=True).start()
+        watch = functools.partial(self._watch, self._over)
+        HelperThread(watch, "fit-waiting", "machines that join or fail are noticed only when this one ends").start()
         return self._round
 
     @property

@@ -56,6 +56,7 @@ from engine.launch.first_failure import first_failure, lines_of_others, report, 
 from engine.launch.supervisor import FAIL_S, CommandRank, Rank, Supervisor, variables_of
 from engine.utils import accelerator, scratch
 from engine.utils.errors import TERMINATED, RankError
+from engine.utils.helper_threads import HelperThread, log_failure
 from engine.utils.log import logger, warn_once
 
 CAUSE_S = 3.0
@@ -301,7 +302,7 @@ class ScriptRanks:
             thread.join(1.0)
 
     def _run_in_thread(self, target: Callable[[], None], name: str) -> None:
-        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread = HelperThread(target, name, "the other ranks may have to be ended by hand")
         self._threads.append(thread)
         thread.start()
 
@@ -310,6 +311,20 @@ class ScriptRanks:
 
         While rank 0 needs them, because it starts or trains, a failure ends them and interrupts rank 0; later it is only noted.
         """
+        try:
+            self._await_failure()
+        except BaseException as error:  # a failure of a rank would not be seen: rank 0 would wait for it
+            log_failure("fit-ranks", "nothing watches the other ranks now, so the job ends", error)
+            with self._lock:
+                self._report = (
+                    self._report or f"the thread that watches the ranks has failed: {failures.last_line(error)}"
+                )
+                self._failed.set()
+        if self._failed.is_set() and self._phase.needs_ranks:
+            self._end_ranks_and_interrupt()
+
+    def _await_failure(self) -> None:
+        """Wait until all other ranks have ended or one has failed, and note the failure."""
         running = True
         while running:
             self._supervisor.changed.wait()
@@ -320,8 +335,6 @@ class ScriptRanks:
                 self._note_failure()
                 if self._failed.is_set():  # not if rank 0 has finished its training meanwhile
                     break
-        if self._failed.is_set() and self._phase.needs_ranks:
-            self._end_ranks_and_interrupt()
 
     def _enter(self, phase: Phase) -> None:
         """Change what rank 0, the calling thread, is doing. Only while it needs the other ranks may their failure interrupt it."""

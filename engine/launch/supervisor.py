@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.utils.helper_threads import log_failure
+
 SETTLE_S = 0.5
 """Time (s) after a failure in which ranks that fail for the same reason can write their tracebacks, so that the first can be found."""
 FAIL_S = 4.0
@@ -155,6 +157,12 @@ class Supervisor:
             thread.join(1.0)
 
     def _wait_for(self, rank: Rank) -> None:
-        code = rank.wait()
+        try:
+            code = rank.wait()
+        except BaseException as error:
+            log_failure(
+                f"fit-rank-{rank.rank}", f"rank {rank.rank} counts as failed, since its end would not be seen", error
+            )
+            code = 1
         rank.ended_at, rank.exit_code = time.time(), code  # in this order: the code is the sign that a rank has ended
         self.changed.set()

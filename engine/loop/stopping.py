@@ -6,11 +6,12 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 
 from engine.config.settings import Settings
 from engine.distributed.agreement import Agreement
+from engine.distributed.early_signals import EarlySignals
 from engine.loop.state import TrainState
 from engine.utils.errors import TERMINATED
 from engine.utils.log import logger
@@ -48,6 +49,8 @@ class StopControl:
         """Whether any rank has got SIGTERM."""
         self.preempted = False
         """Whether the ranks have agreed to end early because of Ctrl-C or SIGTERM."""
+        self.early_signals = EarlySignals()
+        """Sees SIGTERM even while the main thread waits in native code, for the watchdog."""
         self.max_epochs: int | None = settings.max_epochs
         self.max_steps: int | None = settings.max_steps
         self.first_step_done = False
@@ -171,6 +174,7 @@ class StopControl:
         def terminate(number: int, frame: FrameType | None) -> None:
             if os.getpid() != owner:  # a fork of this process runs no loop that could end after a step
                 os._exit(TERMINATED)
+            self.early_signals.note()
             if self.urgency < TERMINATE:  # a launcher and a scheduler may both send SIGTERM
                 self.terminated = True
                 self.ask("terminated (SIGTERM)", TERMINATE)
@@ -185,7 +189,8 @@ class StopControl:
         for number, _, handler in replaced:
             signal.signal(number, handler)
         try:
-            yield
+            with self.early_signals if replaced else nullcontext():
+                yield
         finally:
             for number, before, _ in replaced:
                 signal.signal(number, before)

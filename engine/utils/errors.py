@@ -34,6 +34,8 @@ class HangError(RuntimeError):
 
     waiting = False
     """Whether this rank only waited for the ranks that lag behind."""
+    terminated = False
+    """Whether the ranks waited for each other after a SIGTERM, and would have had more time without one."""
 
 
 class MismatchError(RuntimeError):

@@ -152,7 +152,9 @@ def test_a_bucket_that_does_not_exist_is_an_error_before_the_first_step(buckets:
             return super().training_step(batch, batch_idx)
 
     module = Counting()
-    with pytest.raises(FileNotFoundError, match=r"^cosn://nobucket/run: there is no bucket 'nobucket', or it may not be"):
+    with pytest.raises(
+        FileNotFoundError, match=r"^cosn://nobucket/run: there is no bucket 'nobucket', or it may not be"
+    ):
         linear_fit(tmp_path / "runs", ModelCheckpoint(dirpath="cosn://nobucket/run")).run(module, LINEAR_BATCHES)
     assert (module.steps, buckets, Buckets.store) == (0, {"good"}, {})
     assert not (tmp_path / "runs").exists()

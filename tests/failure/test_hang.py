@@ -8,16 +8,36 @@ import pytest
 from support.ranks import Ran, run_ranks
 
 SCRIPT = """
-import sys, threading, time
+import logging, os, signal, sys, threading, time
+from pathlib import Path
 from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from engine import Fit, TrainModule
+from engine import Callback, Fit, TrainModule
+from engine.distributed import watchdog
 
 mode, root = sys.argv[1:]
 event = SimpleNamespace()
+callbacks = []
+
+class Alone(Callback):
+    def on_train_batch_start(self, run, module, batch, batch_idx):
+        Path(root, f"pid{run.rank}").write_text(str(os.getpid()))
+        if run.step == 4 and run.rank == 0:
+            run.latest_metrics()  # the call that one rank makes
+
+class Terminate(logging.Handler):
+    def emit(self, record):
+        if "all ranks wait" in record.getMessage():
+            os.kill(int(Path(root, f"pid{mode[-1]}").read_text()), signal.SIGTERM)
+
+if mode.startswith("alone"):
+    watchdog.WAIT_S = watchdog.GRACE_S = 2.0
+    for handler in (logging.StreamHandler(), Terminate()):
+        logging.getLogger("engine").addHandler(handler)
+    callbacks = [Alone()]
 
 class Net(TrainModule):
     def __init__(self):
@@ -49,13 +69,15 @@ class Net(TrainModule):
             dist.all_reduce(torch.ones(2, dtype=[torch.float32, torch.float64][self.global_rank]))
         if mode == "missing" and batch_idx == 3 and self.global_rank == 0:
             dist.barrier()
-        return self.layer(batch[0]).mean()
+        loss = self.layer(batch[0]).mean()
+        self.log("loss", loss)
+        return loss
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 options = {"debug": True} if mode in ("shapes", "dtypes", "missing", "fine") else {}
-fit = Fit(max_epochs=1, accelerator="cpu", timeout="2 s", check=mode == "fine", root_dir=root, log_every_n_steps=1, **options)
+fit = Fit(max_epochs=1, accelerator="cpu", callbacks=callbacks, timeout="10 min" if callbacks else "2 s", check=mode == "fine", root_dir=root, log_every_n_steps=1, **options)
 result = fit.run(Net(), DataLoader(TensorDataset(torch.randn(64, 4)), 4, shuffle=True))
 report(result.step)
 """
@@ -128,6 +150,20 @@ def test_a_collective_that_one_rank_leaves_out(tmp_path: Path) -> None:
     assert "all ranks wait for each other, in different collectives" in ran[0].stderr
     assert "rank 0 (host " in ran[0].stderr
     assert "in training_step: dist.barrier()" in ran[0].stderr
+
+
+@pytest.mark.parametrize("terminated", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_ranks_that_wait_for_each_other_are_named_and_end_after_sigterm(terminated: int, tmp_path: Path) -> None:
+    """The call of one rank alone keeps it waiting, in native code, where no handler of a signal runs; the others wait in the next step."""
+    ran = run(f"alone {terminated}", tmp_path)
+    assert [rank.returncode for rank in ran] == [143, 143]
+    assert all(rank.seconds < 120 for rank in ran)
+    told = ran[0].stderr
+    assert told.count("and all ranks wait, for each other or for their devices") == 1
+    assert "waits: rank 0: " in told
+    assert "in on_train_batch_start: run.latest_metrics()  # the call that one rank makes" in told
+    assert "waits: rank 1: " in told
+    assert "SIGTERM has come, and no batch was finished for " in told
 
 
 def test_check_and_debug_let_a_sound_run_pass(tmp_path: Path) -> None:
