@@ -62,6 +62,7 @@ OWN_FORM = {
     "place": [COUNT],
     "rng": dict,
     "recorder": _LOGGED,
+    "hook_values": _LOGGED,
     "metrics": dict,
     "logged": dict,
     "waiting_stops": [str],

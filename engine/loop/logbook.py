@@ -44,7 +44,7 @@ class EvaluationValues:
         return {
             slot.name: sum(part._update_count for part in slot.metric.parts)
             for recorder in self._recorders
-            for slot in recorder.slots.values()
+            for slot in recorder.all_slots
             if slot.metric is not None
         }
 
@@ -70,6 +70,8 @@ class Logbook:
         """The entries of :attr:`metrics` that were logged with ``prog_bar=True``."""
         self.withheld: frozenset[str] = frozenset()
         """Names logged with ``logger=False`` among the values published last: loggers do not get these."""
+        self.is_partial = False
+        """Whether the values that are published now are an epoch's that is not over: the run that resumes it publishes those of the whole epoch."""
         self.evaluation: EvaluationValues | None = None
         """The values of an evaluation that are computed, but not yet published."""
         self.sanity_names: set[str] | None = None
@@ -133,8 +135,7 @@ class Logbook:
     def with_this_step(self) -> dict[str, float]:
         """:attr:`metrics`, updated with the values of the current step over all ranks. A collective; waits for the device."""
         values = self.training.step_values()
-        slots = self.training.slots.values()
-        with_both = [slot.name for slot in slots if slot.on_epoch and f"{slot.name}_step" in values]
+        with_both = [slot.name for slot in self.training.all_slots if slot.on_epoch and f"{slot.name}_step" in values]
         return {**self.metrics, **values, **{name: values[f"{name}_step"] for name in with_both}}
 
     def latest(self) -> dict[str, float]:

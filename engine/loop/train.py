@@ -193,11 +193,9 @@ def begin_epoch(run: Run) -> Iterator[MicroBatch]:
 
 def call_epoch_hooks(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
     """Call hooks outside of steps, where logged values belong to the epoch by default."""
-    recorder = run.logbook.recorder
-    recorder.size, recorder.on_step, recorder.on_epoch = 1, False, True
-    for hook in hooks:
-        hook(run, run.module)
-    recorder.on_step, recorder.on_epoch = True, False
+    with run.logbook.recorder.outside_steps():
+        for hook in hooks:
+            hook(run, run.module)
 
 
 def end_epoch(run: Run) -> None:
@@ -220,10 +218,15 @@ def end_epoch(run: Run) -> None:
         epoch_complete = state.validated_step == state.step
     elif control.stops_early and run.loaders.validation:
         validate(run, was_due=False)  # so that the last weights have a score
+    training, logbook = run.logbook.training, run.logbook
+    hook_values = training.hook_values()
     call_epoch_hooks(run, run.hooks.on_train_epoch_end)
-    training = run.logbook.training
-    if epoch_complete or not control.preempted:  # otherwise the resumed run completes these values
+    logbook.is_partial = not epoch_complete
+    if epoch_complete or not control.preempted:  # after a signal the run that resumes completes these values
         run.publish(training.epoch_values(clear=epoch_complete), training)
+    logbook.is_partial = False
+    if not epoch_complete:
+        training.restore_hook_values(hook_values)  # the hooks of the run that resumes log them again
     if epoch_complete:
         for schedule in run.optimizer_set.schedules:
             if (
