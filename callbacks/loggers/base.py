@@ -153,8 +153,10 @@ class Logger(Callback):
         """Remove the values after ``step``, where a training resumes; 0: a new training starts. Called if the logger :attr:`rewinds`."""
 
     def take_back(self, step: int, numbers: range) -> None:
-        """Remove what was sent at ``step``, where a training resumes, after its checkpoint: the epoch that was cut off there, for example. ``numbers``:
-        which of the values and media at this step, counted from 1. Called after :meth:`rewind`, if the logger :attr:`takes_back`."""
+        """Remove what was sent at ``step``, where a training resumes, after its checkpoint: values of the epoch that was cut off there, for example.
+
+        Called after :meth:`rewind`, if the logger :attr:`takes_back`. ``numbers``: which of the values and media at this step, counted from 1.
+        """
 
     def tracker(self) -> Any:
         """Return the tracker's own object for :attr:`experiment`; the logger itself if there is none."""
@@ -258,7 +260,7 @@ class Logger(Callback):
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         if not run.is_main_process:
             return
-        if run.logbook.is_partial and self._training:
+        if self._training and run.values_are_partial:
             if not self.takes_back:  # these values have no number, so that none of the resumed run is taken for them
                 at = Moment(run.step, run.epoch, run.samples, time.time(), repeated=run.step == self._row_step)
                 self._send_call(None, partial(self.scalars, _printable(metrics), at), None)

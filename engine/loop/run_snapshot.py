@@ -281,8 +281,11 @@ class RunSnapshot:
                 loaded.load_into("the logged metrics", recorder.load_logged_metrics, logged)
 
     def restore_waiting_stops(self, loaded: Loaded, own_state: Fields | None) -> None:
-        """Restore this rank's requests to stop that wait for ``min_epochs`` and ``min_steps``; rank 0 takes over those of all ranks if the ranks are not
-        those that saved. ``own_state``: as in :meth:`restore_logged_values`."""
+        """Restore this rank's requests to stop that wait for ``min_epochs`` and ``min_steps``.
+
+        Args:
+            own_state: as in :meth:`restore_logged_values`: if it is ``None``, rank 0 takes over the requests of all ranks.
+        """
         if own_state is not None:
             rows = [own_state]
         else:

@@ -184,6 +184,7 @@ def begin_epoch(run: Run) -> Iterator[MicroBatch]:
     loader = loaders.training()
     loader.resume(state.epoch, state.position, loaders.take_stream())
     find_next_due_step(run)
+    run.logbook.begin_epoch()
     call_epoch_hooks(run, run.hooks.on_train_epoch_start)
     micro_batches = loader.micro_batches()
     if run.settings.check and not run.control.first_step_done:
@@ -199,8 +200,10 @@ def call_epoch_hooks(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
 
 
 def end_epoch(run: Run) -> None:
-    """Validate when due, and when the training stops early; call hooks, publish the epoch's values and step schedulers. An epoch that ends early keeps
-    its position and its values, and its schedulers do not step."""
+    """Validate when due, and when the training stops early; call hooks, publish the epoch's values and step schedulers.
+
+    An epoch that ends early keeps its position and its values, and its schedulers do not step.
+    """
     run.engine.settle()
     state, module, control = run.state, run.module, run.control
     exhausted = run.loaders.train_batches is not None and state.batch_idx >= run.loaders.train_batches
@@ -227,6 +230,7 @@ def end_epoch(run: Run) -> None:
     logbook.is_partial = False
     if not epoch_complete:
         training.restore_hook_values(hook_values)  # the hooks of the run that resumes log them again
+    logbook.end_epoch()
     if epoch_complete:
         for schedule in run.optimizer_set.schedules:
             if (

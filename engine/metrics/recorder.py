@@ -75,8 +75,10 @@ class Recorder:
 
     @contextmanager
     def outside_steps(self) -> Iterator[None]:
-        """Inside the block hooks run outside of steps, where values belong to the epoch by default. A name that they log is another value than that of
-        the same name in a step: the epoch reports it in the place of the steps' value."""
+        """Inside the block hooks run outside of steps, where values belong to the epoch by default.
+
+        A name that they log is another value than that of the same name in a step: the epoch reports it in the place of the steps' value.
+        """
         self.slots, self.size, self.on_step, self.on_epoch = self._of_hooks, 1, False, True
         try:
             yield
@@ -244,9 +246,9 @@ class Recorder:
         window = self.window if window is None else window
         return self._step_values(slot for slot in self._of_steps.values() if slot.on_step and slot.window == window)
 
-    def latest_values(self, superseded: Mapping[str, int]) -> tuple[dict[str, float], list[str]]:
-        """By name, the value of the latest step in which any rank logged it; and the names that are logged for the epoch as well. A collective; waits
-        for the device once.
+    def latest_values(self, superseded: Mapping[str, int]) -> tuple[dict[str, float], list[str], dict[str, int]]:
+        """By name, the value of the latest step in which any rank logged it; the names that are logged for the epoch as well; and by name, the window of
+        that step. A collective; waits for the device once.
 
         Args:
             superseded: by name, the window up to which values are outdated; the same on all ranks.
@@ -258,7 +260,8 @@ class Recorder:
                 latest[name] = max(latest.get(name, (-1, on_epoch)), (window, on_epoch))
         newest = (name for name, (window, _) in windows_here.items() if latest.get(name, (-1,))[0] == window)
         slots = (self._of_steps[name] for name in newest)
-        return self._step_values(slots), [name for name, (_, on_epoch) in latest.items() if on_epoch]
+        windows = {f"{name}_step" if on_epoch else name: window for name, (window, on_epoch) in latest.items()}
+        return self._step_values(slots), [name for name, (_, on_epoch) in latest.items() if on_epoch], windows
 
     def _step_values(self, slots: Iterable[Slot]) -> dict[str, float]:
         """The values of ``slots``, of the step in which each was logged last."""
