@@ -18,8 +18,8 @@ class BatchValidation(Callback):
         interval: micro-batches of one rank; a float is a share of an epoch, rounded down to whole micro-batches.
         epochs: count from the start of each epoch, and validate in every ``epochs``-th one; ``None``: count across epochs.
 
-    A validation that is due between the micro-batches of one optimizer step runs before the first of them: the weights are the same. The callback takes
-    the place of ``val_every``, also of ``val_every=None``; under ``fast_dev_run`` it does nothing.
+    A validation that is due between the micro-batches of one optimizer step runs before the first of them: the weights are the same. The callback
+    takes the place of ``val_every``, also of ``val_every=None``; under ``fast_dev_run`` it does nothing.
 
     Raises:
         ValueError: before the first step, if ``interval`` is longer than an epoch or shorter than an optimizer step.

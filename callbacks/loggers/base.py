@@ -91,6 +91,8 @@ class Logger(Callback):
     ``"artifact"``, files for :meth:`artifact`."""
     rewinds = False
     """Whether :meth:`rewind` can remove values that were sent."""
+    takes_back = False
+    """Whether :meth:`take_back` can remove single values that were sent; a logger that can also :attr:`rewinds`."""
     threaded = True
     """``False``: values are sent at once, in the training's thread, and only media by another thread. For local files, which take 0.1 ms a row. While
     :meth:`scalars` raises an ``OSError`` (a full disk), values wait; they are sent in order once it succeeds."""
@@ -118,6 +120,8 @@ class Logger(Callback):
         self._sent_mark: SentMark | None = None
         self._training = False  # calls of a training are numbered, and sent once
         self._position: Position = START
+        # The position before the values of an epoch that was cut off: a resumed run logs the whole epoch in their place.
+        self._before_partial: Position | None = None
         self._row_step = -1  # the step of the last values
         self._restored: dict[str, Any] | None = None
         # Calls before the training starts: they wait until the earlier run's rows are removed.
@@ -147,6 +151,12 @@ class Logger(Callback):
 
     def rewind(self, step: int) -> None:
         """Remove the values after ``step``, where a training resumes; 0: a new training starts. Called if the logger :attr:`rewinds`."""
+
+    def take_back(self, step: int, numbers: range) -> None:
+        """Remove what was sent at ``step``, where a training resumes, after its checkpoint: values of the epoch that was cut off there, for example.
+
+        Called after :meth:`rewind`, if the logger :attr:`takes_back`. ``numbers``: which of the values and media at this step, counted from 1.
+        """
 
     def tracker(self) -> Any:
         """Return the tracker's own object for :attr:`experiment`; the logger itself if there is none."""
@@ -230,6 +240,7 @@ class Logger(Callback):
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         restored, self._restored = self._restored, None
         self._position = START if restored is None else (int(restored["step"]), int(restored["number"]))
+        self._before_partial = None
         if self._sender is None or self._sent_mark is None:
             return
         self._training = True
@@ -237,14 +248,27 @@ class Logger(Callback):
             self._sent_mark.forget_after(run.step)
             self._row_step = self._sent_mark.row_step
             self._sender.submit(Item(partial(self.rewind, run.step)))
+            if restored is not None and self.takes_back:
+                position = self._position if self._position[0] == run.step else (run.step, 0)
+                if numbers := self._sent_mark.take_back(position):
+                    self._sender.submit(Item(partial(self.take_back, run.step, numbers)))
+                self._row_step = self._sent_mark.row_step
         self._send_early()
         for position, moment, values in [] if restored is None else restored["waiting"]:
             self._send_row((int(position[0]), int(position[1])), values, Moment(*moment))
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
-        if run.is_main_process and (at := self._next_moment(run)) is not None:
-            repeated, self._row_step = at.step == self._row_step, at.step
-            self._send_row(self._position, dict(metrics), replace(at, repeated=True) if repeated else at)
+        if not run.is_main_process:
+            return
+        if self._training and run.values_are_partial:
+            if not self.takes_back:  # these values have no number, so that none of the resumed run is taken for them
+                at = Moment(run.step, run.epoch, run.samples, time.time(), repeated=run.step == self._row_step)
+                self._send_call(None, partial(self.scalars, _printable(metrics), at), None)
+                return
+            self._before_partial = self._before_partial or self._position
+        if (at_next := self._next_moment(run)) is not None:
+            repeated, self._row_step = at_next.step == self._row_step, at_next.step
+            self._send_row(self._position, dict(metrics), replace(at_next, repeated=True) if repeated else at_next)
 
     def on_media(self, run: Run, module: nn.Module, kind: str, name: str, value: Any, options: dict[str, Any]) -> None:
         if kind not in self.takes:
@@ -267,7 +291,7 @@ class Logger(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the run has logged, and the values that wait to be sent."""
-        step, number = self._position
+        step, number = self._before_partial or self._position
         return {"step": step, "number": number, "waiting": [] if self._sender is None else self._sender.waiting()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -337,8 +361,7 @@ class Logger(Callback):
 
     def _send_row(self, position: Position, values: dict[str, float], at: Moment) -> None:
         if not self._has_been_sent(position):
-            # Files and trackers hold UTF-8, which has no lone surrogates.
-            values = {name.encode(errors="backslashreplace").decode(): value for name, value in values.items()}
+            values = _printable(values)
             record = [list(position), list(astuple(at)), values]
             row_step = at.step if at.run_step is None else None
             self._send_call(
@@ -347,7 +370,7 @@ class Logger(Callback):
 
     def _send_call(
         self,
-        position: Position,
+        position: Position | None,
         send: Callable[[], None],
         has: Callable[[], bool] | None,
         record: list[Any] | None = None,
@@ -357,6 +380,11 @@ class Logger(Callback):
         if self._sender is not None and self._sent_mark is not None:
             work = partial(_send, self._sent_mark, position if self._training else None, send, has, row_step)
             self._hand_over(Item(work, record, media))
+
+
+def _printable(values: Mapping[str, float]) -> dict[str, float]:
+    """Return ``values`` with names that UTF-8, which files and trackers hold, can express: it has no lone surrogates."""
+    return {name.encode(errors="backslashreplace").decode(): value for name, value in values.items()}
 
 
 def _send(

@@ -43,7 +43,7 @@ class CSVLogger(Logger):
     ``config.yaml`` in the same folder has the settings of the run with their origins, in the form of ``fit.yaml``, without secrets.
     """
 
-    rewinds = True
+    rewinds = takes_back = True
     threaded = False
 
     def __init__(self, dir: str | os.PathLike[str] | None = None, name: str = "metrics.csv") -> None:
@@ -104,6 +104,14 @@ class CSVLogger(Logger):
         else:
             self.path.rename(free_name(self.path))
             self._columns = list(_FIXED)
+
+    def take_back(self, step: int, numbers: range) -> None:
+        assert self.path is not None
+        if self.path.exists():
+            columns, rows = _read(self.path)
+            rows_of_step = [row for row in rows if int(row.get(_RUN_STEP) or row["step"]) == step]
+            removed = {id(row) for number, row in enumerate(rows_of_step, 1) if number in numbers}
+            _rewrite(self.path, columns, [row for row in rows if id(row) not in removed])
 
     def scalars(self, values: Mapping[str, float], at: Moment) -> None:
         metrics = {name: value for name, value in values.items() if name not in _FIXED}

@@ -36,7 +36,7 @@ class JSONLLogger(Logger):
     """
 
     takes = frozenset({"image", "histogram", "text", "audio", "figure", "table", "artifact"})
-    rewinds = True
+    rewinds = takes_back = True
     threaded = False
 
     def __init__(self, dir: str | os.PathLike[str] | None = None, name: str = "metrics.jsonl") -> None:
@@ -87,6 +87,18 @@ class JSONLLogger(Logger):
         if self.path.exists() and self.path.stat().st_size:
             self.path.rename(free_name(self.path))
         self._write(self._first)
+
+    def take_back(self, step: int, numbers: range) -> None:
+        assert self.path is not None
+        if not self.path.exists():
+            return
+        kept_lines, number = [], 0
+        for text, line in _lines(self.path):
+            is_of_step = line.get("run_step", line.get("step")) == step
+            number += is_of_step
+            if not is_of_step or number not in numbers:
+                kept_lines.append(text)
+        replace_file(self.path, "".join(kept_lines).encode())
 
     def scalars(self, values: Mapping[str, float], at: Moment) -> None:
         self._write(_head(at) | {"values": {name: jsonable(value) for name, value in values.items()}})

@@ -23,7 +23,7 @@ from .wandb import WandbLogger
 class _LoopRun:
     """The attributes of a run that loggers read, for a loop without a run."""
 
-    interrupted = False
+    interrupted = values_are_partial = False
     exception: BaseException | None = None
     epoch = step = samples = 0
 

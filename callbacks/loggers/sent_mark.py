@@ -37,6 +37,16 @@ class SentMark:
         if self.doubtful is not None and (self.doubtful[0] > step or not step):
             self.doubtful = None
 
+    def take_back(self, position: Position) -> range:
+        """Forget what was sent at the same step after ``position``; return its numbers."""
+        step, number = position
+        last = max(numbered for at, numbered in (self.sent, self.doubtful or START) if at == step or not numbered)
+        if last <= number:
+            return range(0)
+        self.sent, self.doubtful = min(self.sent, position), None
+        self.row_step = min(self.row_step, step if number else step - 1)
+        return range(number + 1, last + 1)
+
     def note_sending(self, position: Position) -> bool:
         """Note that the row at ``position`` is being sent. Returns whether a kill may have sent it before."""
         doubtful, self.doubtful = self.doubtful == position, position

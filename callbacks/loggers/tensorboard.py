@@ -28,7 +28,7 @@ class TensorBoardLogger(Logger):
     """
 
     takes = frozenset({"image", "histogram", "text", "audio", "figure", "table", "artifact"})
-    rewinds = True
+    rewinds = takes_back = True
     threaded = False
 
     def __init__(
@@ -105,6 +105,31 @@ class TensorBoardLogger(Logger):
         if not step:
             for summary in hparams(self._settings, {}):
                 self._writer.file_writer.add_summary(summary)
+        self._writer.flush()
+
+    def take_back(self, step: int, numbers: range) -> None:
+        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        events: list[Any] = []
+        for path in sorted(self._files()):
+            for event in LegacyEventFileLoader(str(path)).Load():
+                if (
+                    event.HasField("session_log")
+                    and event.session_log.status == SessionLog.START
+                    and event.step <= step
+                ):
+                    events = []
+                elif event.step == step and event.summary.value:
+                    events.append(event)
+        if len(events) < numbers[-1]:  # some have steps of their own
+            return
+        # TensorBoard cuts its series before this step; the values that stay are written again.
+        writer = self._writer.file_writer
+        writer.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+        for number, event in enumerate(events, 1):
+            if number not in numbers:
+                writer.event_writer.add_event(event)
         self._writer.flush()
 
     def scalars(self, values: Mapping[str, float], at: Moment) -> None:

@@ -60,6 +60,7 @@ class Report(Callback):
         self._statm: FileIO | None = None
         self._optimizers: list[tuple[str, Optimizer]] = []
         self._computed = 0.0
+        self._best: Path | str | None = None  # the best checkpoint in the record
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         """
@@ -68,7 +69,7 @@ class Report(Callback):
         """
         if sum(isinstance(callback, Report) for callback in run.callbacks) > 1:
             raise ValueError("a run can have one Report: remove the others, or copy the page afterwards")
-        self._optimizers, self._computed = [], 0.0
+        self._optimizers, self._computed, self._best = [], 0.0, None
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         if run.is_main_process:
@@ -93,17 +94,19 @@ class Report(Callback):
 
     def on_checkpoint_saved(self, run: Run, module: nn.Module, path: Path | str, score: float | None) -> None:
         if self._record is not None:
-            best = run.best_checkpoint is not None and str(run.best_checkpoint) == str(path)
-            self._record.add("checkpoint", path=str(path), step=_step_of(path), score=score, best=best)
+            self._record.add("checkpoint", path=str(path), step=_step_of(path), score=score)
+            self._record_best(run, self._record)
 
     def on_checkpoint_removed(self, run: Run, module: nn.Module, path: Path | str) -> None:
         if self._record is not None:
             self._record.add("removed", path=str(path))
+            self._record_best(run, self._record)
 
     def teardown(self, run: Run, module: nn.Module, stage: str) -> None:
         if self._record is None:
             return
         record, self._record, self._optimizers = self._record, None, []
+        self._record_best(run, record)
         result, error = run.result(), run.exception
         failed = error is not None and not run.interrupted
         record.add(
@@ -120,6 +123,12 @@ class Report(Callback):
             self._statm = None
         record.close()
         write_report([run.folder], self.path or run.folder / "report.html", only=True)
+
+    def _record_best(self, run: Run, record: Record) -> None:
+        """Record which checkpoint is the best, if that has changed: the run knows it only after a checkpoint is complete."""
+        if run.best_checkpoint is not None and run.best_checkpoint != self._best:
+            self._best = run.best_checkpoint
+            record.add("best", path=str(self._best))
 
     def _open_record(self, run: Run) -> None:
         self._record = Record(run.folder)

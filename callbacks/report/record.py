@@ -6,7 +6,8 @@ event                   fields, besides ``event`` and ``time`` (seconds since 19
 ``start``               ``id``, ``stage``, ``step``, ``elapsed`` (s of training before), ``config``, ``hyperparameters``, ``machine``; a training
                         that resumes at ``step`` repeats what came later, so earlier values after ``step`` do not count
 ``columns``             names of the numbers after :data:`HEAD` in rows with this ``number``: ``values``, ``lr`` (by optimizer), ``memory`` (by kind)
-``checkpoint``          ``path``, ``step``, ``score``, ``best`` (whether it is the best so far)
+``checkpoint``          ``path``, ``step``, ``score``; of earlier versions also ``best`` (whether it is the best so far)
+``best``                ``path`` of the checkpoint that is the best from now on
 ``removed``             ``path`` of a checkpoint
 ``times``               ``times``: where the seconds since the start went
 ``end``                 ``stage``, ``status``, ``reason``, ``step``, ``epoch``, ``times``

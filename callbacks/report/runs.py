@@ -166,6 +166,8 @@ class _Reader:
         self.memory: dict[str, Points] = {}
         self.speed: dict[str, Points] = {}
         self.checkpoints_by_name: dict[str, dict[str, Any]] = {}
+        self.best = ""
+        """Name of the best checkpoint, as recorded last."""
         # Seconds of training before this start; the clock at the start; the clock of the last event.
         self.elapsed = self.began = self.last = 0.0
         self.times: dict[str, float] = {}
@@ -189,7 +191,7 @@ class _Reader:
         groups = self.metrics, self.rates, self.speed, self.memory
         run.metrics, rates, run.speed, run.memory = _curves(*groups)
         run.rates = _same_rates_once(rates)
-        run.checkpoints = _checkpoints(run.folder, self.checkpoints_by_name)
+        run.checkpoints = _checkpoints(run.folder, self.checkpoints_by_name, self.best)
 
     def _on_start(self, event: Mapping[str, Any], now: float) -> None:
         self._add_times()
@@ -272,12 +274,13 @@ class _Reader:
 
     def _on_checkpoint(self, event: Mapping[str, Any], now: float) -> None:
         path = str(event.get("path"))
-        best = event.get("best") is True
-        if best:
-            for checkpoint in self.checkpoints_by_name.values():
-                checkpoint["best"] = False
-        entry = {"path": path, "step": _step(event.get("step")), "score": _number(event.get("score")), "best": best}
+        if event.get("best") is True:
+            self.best = _last_part(path)
+        entry = {"path": path, "step": _step(event.get("step")), "score": _number(event.get("score"))}
         self.checkpoints_by_name[_last_part(path)] = {**entry, "time": now}
+
+    def _on_best(self, event: Mapping[str, Any], now: float) -> None:
+        self.best = _last_part(str(event.get("path")))
 
     def _on_removed(self, event: Mapping[str, Any], now: float) -> None:
         self.checkpoints_by_name.pop(_last_part(str(event.get("path"))), None)
@@ -336,8 +339,9 @@ def _last_part(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
-def _checkpoints(folder: Path, recorded: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the checkpoints that exist, oldest first: a kill may have come between a checkpoint and its entry in the record."""
+def _checkpoints(folder: Path, recorded: Mapping[str, dict[str, Any]], best: str) -> list[dict[str, Any]]:
+    """Return the checkpoints that exist, oldest first: a kill may have come between a checkpoint and its entry in the record. ``best``: the name of the
+    one that was recorded as the best; the scores in the checkpoints are newer."""
     existing: dict[str, dict[str, Any]] = {}
     for name, checkpoint in recorded.items():
         places = Path(checkpoint["path"]), folder / "checkpoints" / name
@@ -349,27 +353,52 @@ def _checkpoints(folder: Path, recorded: Mapping[str, dict[str, Any]]) -> list[d
         except (OSError, ValueError, RecursionError):
             continue
         step, score = _mapping(manifest.get("counters")).get("step"), _mapping(manifest.get("score")).get("value")
-        checkpoint = {"path": str(path.parent), "step": _step(step), "score": _number(score), "best": False}
+        checkpoint = {"path": str(path.parent), "step": _step(step), "score": _number(score)}
         entry = existing.setdefault(path.parent.name, {**checkpoint, "time": _number(manifest.get("saved_at")) or 0.0})
         entry["step"] = checkpoint["step"]  # the record has the step at which the save was noticed
-    for checkpoint in existing.values():
-        checkpoint["weights"] = _scored_with(
-            Path(checkpoint["path"]), folder / "checkpoints" / _last_part(checkpoint["path"])
-        )
+    manifests = {
+        name: _manifest(Path(checkpoint["path"]), folder / "checkpoints" / _last_part(checkpoint["path"]))
+        for name, checkpoint in existing.items()
+    }
+    best = _best_by_score(manifests) or best
+    for name, checkpoint in existing.items():
+        checkpoint["weights"], checkpoint["best"] = _scored_with(manifests[name]), name == best
     return sorted(existing.values(), key=lambda each: (each["step"] or 0, each["time"]))
 
 
-def _scored_with(*places: Path) -> str:
-    """Return the weights that a checkpoint's score was measured with. Its manifest says so; it is at one of the ``places``."""
+def _manifest(*places: Path) -> Mapping[str, Any] | None:
+    """Return the manifest of the checkpoint that is at one of the ``places``; ``None``: it cannot be read."""
     for place in places:
         try:
-            manifest = _mapping(json.loads(_read(place / "manifest.json", _LARGEST[0])))
+            return _mapping(json.loads(_read(place / "manifest.json", _LARGEST[0])))
         except (OSError, ValueError, RecursionError):
             continue
-        several = any(str(file).startswith("weights/") for file in _mapping(manifest.get("files")))
-        weights = manifest.get("scored_with", "" if several else "trained")
-        return weights if isinstance(weights, str) else ""
-    return ""
+    return None
+
+
+def _best_by_score(manifests: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """Return the name of the checkpoint with the best score, the earliest of equal ones; empty if not all have scores that can be compared."""
+    ranked: list[tuple[float, int, str]] = []
+    metrics = set()
+    for name, manifest in manifests.items():
+        if manifest is None:
+            return ""
+        score, step = _mapping(manifest.get("score")), _step(_mapping(manifest.get("counters")).get("step"))
+        value = _number(score.get("value"), finite=False)
+        if value is not None:
+            metrics.add((str(score.get("monitor")), str(score.get("mode"))))
+            if not math.isnan(value):
+                ranked.append((-value if score.get("mode") == "max" else value, step or 0, name))
+    return min(ranked)[2] if ranked and len(metrics) == 1 else ""
+
+
+def _scored_with(manifest: Mapping[str, Any] | None) -> str:
+    """Return the weights that a checkpoint's score was measured with, from its manifest; empty: not known."""
+    if manifest is None:
+        return ""
+    several = any(str(file).startswith("weights/") for file in _mapping(manifest.get("files")))
+    weights = manifest.get("scored_with", "" if several else "trained")
+    return weights if isinstance(weights, str) else ""
 
 
 def _exists(path: Path) -> bool:
@@ -398,7 +427,7 @@ def _read_csv(run: RunData, whole: bool) -> None:
     (curves,) = _curves(points)
     run.rates = {name: curve for name, curve in curves.items() if name.startswith("lr-")}
     run.metrics = {name: curve for name, curve in curves.items() if name not in run.rates}
-    run.checkpoints = _checkpoints(run.folder, {})
+    run.checkpoints = _checkpoints(run.folder, {}, "")
     run.trained = (run.folder / CONFIG).exists()  # which a training writes
     try:
         text = _read(run.folder / CONFIG, _LARGEST[1]).decode()

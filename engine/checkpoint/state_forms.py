@@ -64,6 +64,7 @@ OWN_FORM = {
     "place": [COUNT],
     "rng": dict,
     "recorder": _LOGGED,
+    "hook_values": _LOGGED,
     "metrics": dict,
     "logged": dict,
     "waiting_stops": [str],

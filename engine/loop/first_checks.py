@@ -215,7 +215,7 @@ def check_monitors(run: Run) -> None:
         ]
     if not followed:
         return
-    logged = {*run.logbook.training.slots, *run.metrics, *(run.logbook.sanity_names or ())}
+    logged = {*(slot.name for slot in run.logbook.training.all_slots), *run.metrics, *(run.logbook.sanity_names or ())}
     names = set().union(*gather_json(run.engine.group, sorted(logged)))
     forms = {f"{name}{ending}" for name in names for ending in ("", "_step", "_epoch")}
     forms |= {name.removesuffix("_epoch") for name in names}

@@ -44,7 +44,7 @@ class EvaluationValues:
         return {
             slot.name: sum(part._update_count for part in slot.metric.parts)
             for recorder in self._recorders
-            for slot in recorder.slots.values()
+            for slot in recorder.all_slots
             if slot.metric is not None
         }
 
@@ -67,9 +67,13 @@ class Logbook:
         self.from_training: set[str] = set()
         """The names in :attr:`metrics` that were measured in training, with the trained weights, rather than in an evaluation."""
         self.progress: dict[str, float] = {}
-        """The entries of :attr:`metrics` that were logged with ``prog_bar=True``."""
+        """The entries of :attr:`metrics` that were logged with ``prog_bar=True``, in this epoch or the one before."""
+        self._shown: set[str] = set()
+        self._first_window = 0
         self.withheld: frozenset[str] = frozenset()
         """Names logged with ``logger=False`` among the values published last: loggers do not get these."""
+        self.is_partial = False
+        """Whether the values that are published now are an epoch's that is not over: the run that resumes it publishes those of the whole epoch."""
         self.evaluation: EvaluationValues | None = None
         """The values of an evaluation that are computed, but not yet published."""
         self.sanity_names: set[str] | None = None
@@ -108,6 +112,15 @@ class Logbook:
         """Start or resume the training at ``step``, whose values will not be published again."""
         self.published_step = step
 
+    def begin_epoch(self) -> None:
+        """Start or continue an epoch."""
+        self._shown.clear()
+        self._first_window = self.training.window
+
+    def end_epoch(self) -> None:
+        """Leave out of :attr:`progress` what this epoch has not logged: it would stand beside the epoch's number like a new value."""
+        self.progress = {name: value for name, value in self.progress.items() if name in self._shown}
+
     def due(self, step: int) -> bool:
         """Whether to publish the values of ``step``: those of the run's first step, and of every ``log_every_n_steps``-th."""
         return self._intervals.publishing.due(step, None, 0.0) or (not self.published_step and step > 0)
@@ -127,27 +140,35 @@ class Logbook:
         self.metrics.update(metrics)
         (self.from_training.update if in_training else self.from_training.difference_update)(metrics)
         self.withheld = recorder.withheld_names()
+        self._show(values, recorder)
+
+    def _show(self, values: dict[str, float], recorder: Recorder) -> None:
+        """Put the ``values`` of ``recorder`` that were logged with ``prog_bar=True`` into :attr:`progress`."""
         if names := recorder.progress_names():
-            self.progress.update({name: value for name, value in values.items() if name in names})
+            shown = {name: value for name, value in values.items() if name in names}
+            self.progress.update(shown)
+            self._shown.update(shown)
 
     def with_this_step(self) -> dict[str, float]:
         """:attr:`metrics`, updated with the values of the current step over all ranks. A collective; waits for the device."""
         values = self.training.step_values()
-        slots = self.training.slots.values()
-        with_both = [slot.name for slot in slots if slot.on_epoch and f"{slot.name}_step" in values]
+        with_both = [slot.name for slot in self.training.all_slots if slot.on_epoch and f"{slot.name}_step" in values]
         return {**self.metrics, **values, **{name: values[f"{name}_step"] for name in with_both}}
 
     def latest(self) -> dict[str, float]:
         """:attr:`metrics`, updated with the latest logged value of each training metric over all ranks, even if no log boundary has come yet. A name
         logged ``on_step`` and ``on_epoch`` also has its step value without a suffix. A collective; waits for the device."""
-        values, with_both = self.training.latest_values(self.epoch_windows)
+        values, with_both, _ = self.training.latest_values(self.epoch_windows)
         values |= {name: values[f"{name}_step"] for name in with_both if f"{name}_step" in values}
         self.from_training.update(values)
         return {**self.metrics, **values}
 
     def take_unpublished(self) -> None:
-        """Update :attr:`metrics` with values of steps after the last log boundary, over all ranks. A collective; waits for the device."""
-        values, _ = self.training.latest_values(self.epoch_windows)
+        """At the end of an epoch, update :attr:`metrics` and :attr:`progress` with values of steps after the last log boundary, over all ranks. A
+        collective; waits for the device."""
+        values, _, windows = self.training.latest_values(self.epoch_windows)
         self.metrics.update(values)
+        of_epoch = {name: value for name, value in values.items() if windows[name] >= self._first_window}
+        self._show(of_epoch, self.training)
         self.from_training.update(values)
         self.settled_window = self.training.window - 1

@@ -323,8 +323,8 @@ class Run:
 
     @property
     def waiting_stops(self) -> tuple[str, ...]:
-        """The reasons of this rank's requests to stop that wait for ``min_epochs`` and ``min_steps``. Checkpoints have them, so that a resumed run stops
-        there too."""
+        """The reasons of this rank's requests to stop that wait for ``min_epochs`` and ``min_steps``. Checkpoints have them, so that a resumed run
+        stops there too."""
         return tuple(self.control.waiting)
 
     @property
@@ -428,6 +428,12 @@ class Run:
     def withheld(self) -> frozenset[str]:
         """Names logged with ``logger=False`` among the latest values: callbacks get them in ``on_log``, loggers do not."""
         return self.logbook.withheld
+
+    @property
+    def values_are_partial(self) -> bool:
+        """Whether the values that callbacks get in ``on_log`` now are those of an epoch that was cut off. The run that resumes it logs those of the
+        whole epoch."""
+        return self.logbook.is_partial
 
     def record_to(self, recorder: Recorder) -> None:
         """Send what the module logs to ``recorder`` from now on."""

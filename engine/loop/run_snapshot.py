@@ -119,12 +119,14 @@ class RunSnapshot:
         content = self.engine.snapshot.content(
             self.module, self.trained(), shared=shared, streams=[self._stream()], facts=facts
         )
-        recorder = self.logbook.recorder
+        recorder = self.logbook.training
         logged_values = {
             "recorder": recorder.state_dict(),
             "metrics": metric_states(self.module),
             "logged": recorder.logged_metrics(),
         }
+        if hook_values := recorder.hook_state_dict():
+            logged_values["hook_values"] = hook_values
         if self.control.waiting:
             logged_values["waiting_stops"] = list(self.control.waiting)
         # training_step of manual optimization changes weights when it likes, and so do optimizers that switch between two kinds of weights.
@@ -260,7 +262,7 @@ class RunSnapshot:
         Args:
             own_state: what this rank saved; ``None`` if the ranks are not those that saved. Rank 0 then takes over the logged values of all of them.
         """
-        rank_state, recorder = own_state or loaded.of_rank(0), self.logbook.recorder
+        rank_state, recorder = own_state or loaded.of_rank(0), self.logbook.training
         if rank_state is not None and "recorder" not in rank_state:  # saved by a loop with Engine
             rows = []
         elif own_state is not None:
@@ -270,6 +272,9 @@ class RunSnapshot:
         else:
             rows = []
         loaded.load_into("the logged values", recorder.load_state_dicts, [row["recorder"] for row in rows])
+        with recorder.outside_steps():
+            hook_values = [row["hook_values"] for row in rows if "hook_values" in row]
+            loaded.load_into("the logged values", recorder.load_state_dicts, hook_values)
         loaded.load_into("the metrics", partial(load_metric_states, self.module), [row["metrics"] for row in rows])
         if rank_state is not None:  # a converted checkpoint has no rank's state
             # Under a pipeline only ranks of the last stage have logged metrics; the last rank is one of these.
@@ -279,8 +284,11 @@ class RunSnapshot:
                 loaded.load_into("the logged metrics", recorder.load_logged_metrics, logged)
 
     def restore_waiting_stops(self, loaded: Loaded, own_state: Fields | None) -> None:
-        """Restore this rank's requests to stop that wait for ``min_epochs`` and ``min_steps``; rank 0 takes over those of all ranks if the ranks are not
-        those that saved. ``own_state``: as in :meth:`restore_logged_values`."""
+        """Restore this rank's requests to stop that wait for ``min_epochs`` and ``min_steps``.
+
+        Args:
+            own_state: as in :meth:`restore_logged_values`: if it is ``None``, rank 0 takes over the requests of all ranks.
+        """
         if own_state is not None:
             rows = [own_state]
         else:

@@ -187,6 +187,7 @@ def begin_epoch(run: Run) -> Iterator[MicroBatch]:
     loader = loaders.training()
     loader.resume(state.epoch, state.position, loaders.take_stream())
     find_next_due_step(run)
+    run.logbook.begin_epoch()
     call_epoch_hooks(run, run.hooks.on_train_epoch_start)
     micro_batches = loader.micro_batches()
     if run.settings.check and not run.control.first_step_done:
@@ -196,16 +197,16 @@ def begin_epoch(run: Run) -> Iterator[MicroBatch]:
 
 def call_epoch_hooks(run: Run, hooks: Sequence[Callable[..., Any]]) -> None:
     """Call hooks outside of steps, where logged values belong to the epoch by default."""
-    recorder = run.logbook.recorder
-    recorder.size, recorder.on_step, recorder.on_epoch = 1, False, True
-    for hook in hooks:
-        hook(run, run.module)
-    recorder.on_step, recorder.on_epoch = True, False
+    with run.logbook.recorder.outside_steps():
+        for hook in hooks:
+            hook(run, run.module)
 
 
 def end_epoch(run: Run) -> None:
-    """Validate when due, and when the training stops early; call hooks, publish the epoch's values and step schedulers. An epoch that ends early keeps
-    its position and its values, and its schedulers do not step."""
+    """Validate when due, and when the training stops early; call hooks, publish the epoch's values and step schedulers.
+
+    An epoch that ends early keeps its position and its values, and its schedulers do not step.
+    """
     run.engine.settle()
     state, module, control = run.state, run.module, run.control
     exhausted = run.loaders.train_batches is not None and state.batch_idx >= run.loaders.train_batches
@@ -223,10 +224,16 @@ def end_epoch(run: Run) -> None:
         epoch_complete = state.validated_step == state.step
     elif control.stops_early and run.loaders.validation:
         validate(run, was_due=False)  # so that the last weights have a score
+    training, logbook = run.logbook.training, run.logbook
+    hook_values = training.hook_values()
     call_epoch_hooks(run, run.hooks.on_train_epoch_end)
-    training = run.logbook.training
-    if epoch_complete or not control.preempted:  # otherwise the resumed run completes these values
+    logbook.is_partial = not epoch_complete
+    if epoch_complete or not control.preempted:  # after a signal the run that resumes completes these values
         run.publish(training.epoch_values(clear=epoch_complete), training)
+    logbook.is_partial = False
+    if not epoch_complete:
+        training.restore_hook_values(hook_values)  # the hooks of the run that resumes log them again
+    logbook.end_epoch()
     if epoch_complete:
         for schedule in run.optimizer_set.schedules:
             if (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from engine.distributed.collectives import gather_json, gather_row
 from engine.distributed.group import Group
 from engine.metrics.log_options import LogArguments, Options, check_metric, no_steps, options_of
-from engine.metrics.reductions import FOLD, Column, Slot, as_floats, combined, reduced, total_of, unzipped
+from engine.metrics.reductions import FOLD, Column, Slot, Weighted, as_floats, combined, reduced, total_of, unzipped
 from engine.metrics.torchmetrics_states import Entry, add, entry
 from engine.metrics.torchmetrics_values import Logged, Offer, Watch, agree, check, gather_states, leader, limit
 from engine.utils.log import warn_once
@@ -22,6 +23,8 @@ from engine.utils.loss import Loss, mean_of
 from engine.utils.tree import batch_size as samples
 from engine.utils.tree import full_tensor
 
+_OF_HOOKS = "\0"
+"""The end of a name in the exchange of an epoch's values, if hooks outside of steps have logged it."""
 Row = tuple[list[str], list[str], list[float]]
 """The logged names of a rank, their reductions, and for each name its total and its weight."""
 
@@ -50,7 +53,10 @@ class Recorder:
         """The defaults for names logged without these options."""
         self.module: nn.Module | None = None
         """The module in which torchmetrics objects are looked up by name."""
-        self.slots: dict[str, Slot] = {}
+        self._of_steps: dict[str, Slot] = {}
+        self._of_hooks: dict[str, Slot] = {}
+        self.slots = self._of_steps
+        """The names logged where the module logs now: in steps, or in hooks outside of them; see :meth:`outside_steps`."""
         self.taken: dict[str, Recorder] | None = None
         """Names logged without the loader's index, and the recorder that logged each; shared by the recorders of all loaders of an evaluation."""
         self._logged: dict[int, Logged] = {}
@@ -62,6 +68,23 @@ class Recorder:
         """The samples in the current micro-batch, which are the weight of its values; 0: its values do not count; -1: to be found from ``batch``."""
         self.batch: Any = None
         """The current micro-batch; ``None`` between micro-batches."""
+
+    @property
+    def all_slots(self) -> list[Slot]:
+        """The slots of all names, those of hooks outside of steps last."""
+        return [*self._of_steps.values(), *self._of_hooks.values()]
+
+    @contextmanager
+    def outside_steps(self) -> Iterator[None]:
+        """Inside the block hooks run outside of steps, where values belong to the epoch by default.
+
+        A name that they log is another value than that of the same name in a step: the epoch reports it in the place of the steps' value.
+        """
+        self.slots, self.size, self.on_step, self.on_epoch = self._of_hooks, 1, False, True
+        try:
+            yield
+        finally:
+            self.slots, self.on_step, self.on_epoch = self._of_steps, True, False
 
     def record(
         self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, on_step: bool | None = None,
@@ -243,22 +266,24 @@ class Recorder:
         """The values of the step ``window`` (by default the current one), over its micro-batches and all ranks. A collective; waits for the device
         once."""
         window = self.window if window is None else window
-        return self._step_values(slot for slot in self.slots.values() if slot.on_step and slot.window == window)
+        return self._step_values(slot for slot in self._of_steps.values() if slot.on_step and slot.window == window)
 
-    def latest_values(self, superseded: Mapping[str, int]) -> tuple[dict[str, float], list[str]]:
-        """By name, the value of the latest step in which any rank logged it; and the names that are logged for the epoch as well. A collective; waits
-        for the device once.
+    def latest_values(self, superseded: Mapping[str, int]) -> tuple[dict[str, float], list[str], dict[str, int]]:
+        """By name, the value of the latest step in which any rank logged it; the names that are logged for the epoch as well; and by name, the window of
+        that step. A collective; waits for the device once.
 
         Args:
             superseded: by name, the window up to which values are outdated; the same on all ranks.
         """
-        windows_here = {name: (slot.window, slot.on_epoch) for name, slot in self.slots.items() if slot.on_step}
+        windows_here = {name: (slot.window, slot.on_epoch) for name, slot in self._of_steps.items() if slot.on_step}
         latest: dict[str, tuple[int, bool]] = {}
         for name, (window, on_epoch) in (item for row in gather_json(self.group, windows_here) for item in row.items()):
             if window > superseded.get(name, -1):
                 latest[name] = max(latest.get(name, (-1, on_epoch)), (window, on_epoch))
-        slots = (self.slots[name] for name, (window, _) in windows_here.items() if latest.get(name, (-1,))[0] == window)
-        return self._step_values(slots), [name for name, (_, on_epoch) in latest.items() if on_epoch]
+        newest = (name for name, (window, _) in windows_here.items() if latest.get(name, (-1,))[0] == window)
+        slots = (self._of_steps[name] for name in newest)
+        windows = {f"{name}_step" if on_epoch else name: window for name, (window, on_epoch) in latest.items()}
+        return self._step_values(slots), [name for name, (_, on_epoch) in latest.items() if on_epoch], windows
 
     def _step_values(self, slots: Iterable[Slot]) -> dict[str, float]:
         """The values of ``slots``, of the step in which each was logged last."""
@@ -276,28 +301,44 @@ class Recorder:
         """Return the epoch's values over all micro-batches and ranks; ``clear``: start a new epoch. A collective; waits for the device once."""
         columns: dict[str, Column] = {}
         objects: dict[str, Object] = {}
-        for slot in self.slots.values():
-            if slot.on_epoch:
-                name = self._epoch_name(slot)
-                if slot.metric is None:
-                    columns[name] = slot.column()
-                else:
-                    objects[name] = (slot, slot.metric.all())
+        for slots, mark in ((self._of_steps, ""), (self._of_hooks, _OF_HOOKS)):
+            for slot in slots.values():
+                if slot.on_epoch:
+                    name = self._epoch_name(slot) + mark
+                    if slot.metric is None:
+                        columns[name] = slot.column()
+                    else:
+                        objects[name] = (slot, slot.metric.all())
         values = self._over_ranks(columns, objects, adopt=True)
+        if self._of_hooks:
+            of_hooks = {name: value for name, value in values.items() if name.endswith(_OF_HOOKS)}
+            values = {name: value for name, value in values.items() if name not in of_hooks}
+            values |= {name.removesuffix(_OF_HOOKS): value for name, value in of_hooks.items()}
         if clear:
             self.clear()
         return values
 
+    def hook_values(self) -> dict[str, tuple[list[Weighted], Any, Any]]:
+        """The epoch's values so far of hooks outside of steps, for :meth:`restore_hook_values`."""
+        return {name: (list(slot.values), slot.total, slot.weight) for name, slot in self._of_hooks.items()}
+
+    def restore_hook_values(self, values: Mapping[str, tuple[list[Weighted], Any, Any]]) -> None:
+        """Forget what hooks outside of steps have logged since :meth:`hook_values` returned ``values``."""
+        for name, slot in self._of_hooks.items():
+            slot.clear()
+            if name in values:
+                slot.values, slot.total, slot.weight = values[name]
+
     def clear(self) -> None:
         """Start a new epoch: discard all values, and reset torchmetrics objects."""
-        for slot in self.slots.values():
+        for slot in self.all_slots:
             slot.clear()
         for logged in self._logged.values():
             logged.reset()
 
     def set_aside(self) -> None:
         """At the end of a loader, set the states of torchmetrics objects aside, and reset the objects for the next loader. A collective."""
-        offers = {slot.name: self._offer(slot) for slot in self.slots.values() if slot.metric is not None}
+        offers = {slot.name: self._offer(slot) for slot in self._of_steps.values() if slot.metric is not None}
         self._adopt_metrics(agree(self.loss_group, offers)[0])
         for logged in self._logged.values():
             logged.set_aside()
@@ -318,7 +359,8 @@ class Recorder:
             watch.end()
         self._watches.clear()
         self._logged.clear()
-        self.slots.clear()
+        self._of_steps.clear()
+        self._of_hooks.clear()
 
     def _epoch_name(self, slot: Slot) -> str:
         """The name under which the slot's epoch value is reported."""
@@ -333,20 +375,22 @@ class Recorder:
     def _adopt_metrics(self, offers: Offer) -> None:
         """Add metrics of the module that only other ranks have logged, because their updates on this rank count too."""
         for path, name, options in offers.values():
-            if path is not None and name not in self.slots and self.module is not None:
+            known = name in self._of_steps or name in self._of_hooks
+            if path is not None and not known and self.module is not None:
                 self.restore_metric(name, self.module.get_submodule(path), Options(*options))
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's values of the epoch so far (for torchmetrics objects see :mod:`engine.metrics.torchmetrics_states`)."""
-        state = {}
-        for name, slot in self.slots.items():
-            slot.to_one_pair()
-            if slot.total is not None:
-                state[name] = {"options": list(slot.options), "total": slot.total, "weight": slot.weight}
-        return state
+        """This rank's values of the epoch so far that were logged in steps (for torchmetrics objects see
+        :mod:`engine.metrics.torchmetrics_states`)."""
+        return _totals(self._of_steps)
+
+    def hook_state_dict(self) -> dict[str, Any]:
+        """This rank's values of the epoch so far that hooks outside of steps have logged."""
+        return _totals(self._of_hooks)
 
     def load_state_dicts(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Continue from the :meth:`state_dict` of this rank, or of several saved ranks whose values this rank takes over."""
+        """Continue from the :meth:`state_dict` of this rank, or of several saved ranks whose values this rank takes over; in the block of
+        :meth:`outside_steps` from their :meth:`hook_state_dict`."""
         for name, saved in ((name, saved) for state in states for name, saved in state.items()):
             slot = self.slots.get(name)
             if slot is None or slot.total is None:
@@ -361,10 +405,14 @@ class Recorder:
     def logged_metrics(self) -> dict[str, Any]:
         """By name, the logged torchmetrics objects with their options; for objects outside of the module, with their states."""
         saved = {}
-        for name, slot in self.slots.items():
-            if slot.metric is not None:
-                parts = None if slot.metric.path is not None else [[list(entry(part))] for part in slot.metric.parts]
-                saved[name] = {"metric": slot.metric.path, "options": list(slot.options), "parts": parts}
+        for slots in (self._of_hooks, self._of_steps):
+            for name, slot in slots.items():
+                if slot.metric is not None:
+                    logged = slot.metric
+                    parts = None if logged.path is not None else [[list(entry(part))] for part in logged.parts]
+                    saved[name] = {"metric": logged.path, "options": list(slot.options), "parts": parts}
+                    if slots is self._of_hooks:
+                        saved[name]["of_hooks"] = True
         return saved
 
     def load_logged_metrics(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -372,12 +420,13 @@ class Recorder:
         end logs nothing more, but must still report values."""
         paths = {path for path, _ in self.module.named_modules()} if self.module is not None else set()
         for name, saved in ((name, saved) for state in states for name, saved in state.items()):
-            if saved["metric"] is None:
-                slot = self.slots.get(name) or self._new_slot(name, Options(*saved["options"]))
-                parts = [[(state, updates) for state, updates in part] for part in saved["parts"]]
-                slot.pending = [[*a, *b] for a, b in itertools.zip_longest(slot.pending, parts, fillvalue=())]
-            elif saved["metric"] in paths and self.module is not None:
-                self.restore_metric(name, self.module.get_submodule(saved["metric"]), Options(*saved["options"]))
+            with self.outside_steps() if saved.get("of_hooks") else nullcontext():
+                if saved["metric"] is None:
+                    slot = self.slots.get(name) or self._new_slot(name, Options(*saved["options"]))
+                    parts = [[(state, updates) for state, updates in part] for part in saved["parts"]]
+                    slot.pending = [[*a, *b] for a, b in itertools.zip_longest(slot.pending, parts, fillvalue=())]
+                elif saved["metric"] in paths and self.module is not None:
+                    self.restore_metric(name, self.module.get_submodule(saved["metric"]), Options(*saved["options"]))
 
     def restore_metric(self, name: str, metric: Any, options: Options) -> None:
         """Add a torchmetrics object under a ``name`` and with ``options`` as if it were logged now."""
@@ -387,11 +436,11 @@ class Recorder:
 
     def progress_names(self) -> frozenset[str]:
         """The names to show in a progress bar, as reported for steps and for epochs."""
-        return self._names(slot for slot in self.slots.values() if slot.options.prog_bar)
+        return self._names(slot for slot in self.all_slots if slot.options.prog_bar)
 
     def withheld_names(self) -> frozenset[str]:
         """The names that loggers do not get, as reported for steps and for epochs."""
-        return self._names(slot for slot in self.slots.values() if not slot.options.logger)
+        return self._names(slot for slot in self.all_slots if not slot.options.logger)
 
     def _names(self, slots: Iterable[Slot]) -> frozenset[str]:
         return frozenset(name for slot in slots for name in (_step_name(slot), self._epoch_name(slot)))
@@ -428,7 +477,7 @@ class Recorder:
         if adopt:
             self._adopt_metrics(offers)
             for name, (_, slot_name, _) in offers.items():
-                slot = self.slots.get(slot_name)
+                slot = (self._of_hooks if name.endswith(_OF_HOOKS) else self._of_steps).get(slot_name)
                 if name not in objects and slot is not None and slot.metric is not None:
                     objects[name] = (slot, slot.metric.all())
         states = gather_states(self.loss_group, {name: seen for name, (_, seen) in objects.items()})
@@ -509,6 +558,16 @@ class ClosedRecorder:
 
 Object = tuple[Slot, list[list[Entry]]]
 """The slot of a torchmetrics object, and the object's states of the requested step or epoch."""
+
+
+def _totals(slots: Mapping[str, Slot]) -> dict[str, Any]:
+    """By name, the epoch's total of ``slots`` with their options."""
+    state = {}
+    for name, slot in slots.items():
+        slot.to_one_pair()
+        if slot.total is not None:
+            state[name] = {"options": list(slot.options), "total": slot.total, "weight": slot.weight}
+    return state
 
 
 def _step_name(slot: Slot) -> str:

@@ -16,7 +16,7 @@ import torch
 from support.toys import fit, ones
 from torch import Tensor
 
-from callbacks import BatchValidation, CSVLogger, ModelCheckpoint, TensorBoardLogger
+from callbacks import CSVLogger, JSONLLogger, ModelCheckpoint, TensorBoardLogger
 from engine import Callback, TrainModule
 
 SCORES = {3: 0.3, 6: 0.1, 9: 0.2, 12: 0.4}
@@ -102,7 +102,7 @@ def test_nothing_of_a_validation_is_lost(tmp_path: Path, event: str, how: str, o
     undisturbed = train(tmp_path / "whole", [], often_first)
     root = tmp_path / "run"
     step = 5 if event == "on_train_batch_start" else 6
-    with pytest.raises(BaseException):  # noqa: B017, PT011
+    with pytest.raises(BaseException):  # noqa: B017
         train(root, [Ends(event, how, step, tmp_path / "copy")], often_first)
     root = tmp_path / "copy" if how == "kill" else root
     resumed = train(root, [], often_first, "last")
@@ -117,3 +117,36 @@ def test_nothing_of_a_validation_is_lost(tmp_path: Path, event: str, how: str, o
     assert names[0] == names[1]
     assert rows_of(root) == rows_of(tmp_path / "whole")
     assert points_of(root) == points_of(tmp_path / "whole")
+
+
+class Stops(Callback):
+    def on_train_batch_end(self, run: Any, *args: Any) -> None:
+        if run.step == 5:
+            run.stop("enough")
+
+
+@pytest.mark.parametrize("monitor", [None, "score"])
+@pytest.mark.parametrize("limits", [{"max_steps": 6}, {"max_steps": 5}, {"max_time": "0.000001 s", "min_steps": 5}, {}])
+def test_an_epoch_that_was_cut_off_has_one_row(tmp_path: Path, limits: Any, monitor: str | None) -> None:
+    """A run that ends within an epoch reports its values so far; one that goes on from there reports those of the whole epoch in their place."""
+
+    def run(root: Path, resume: str | None, **settings: Any) -> Any:
+        stops = [] if "max_steps" in settings else [Stops()]
+        callbacks = [CSVLogger(), JSONLLogger(), TensorBoardLogger(), ModelCheckpoint("1 epochs", monitor), *stops]
+        options = {"val_every": "3 steps", "log_every_n_steps": 1, "callbacks": callbacks, **settings}
+        return fit(root, **options).run(Scored(), ones(8), ones(2), resume=resume)
+
+    run(tmp_path / "whole", None, max_steps=12)
+    cut = run(tmp_path / "cut", None, max_epochs=9 if "max_steps" not in limits else None, **limits)
+    assert cut.metrics["loss_epoch"] == sum(range(cut.step)) / cut.step
+    assert rows_of(tmp_path / "cut")[-1]["loss_epoch"] == str(cut.metrics["loss_epoch"])
+    run(tmp_path / "cut", "last", max_steps=12)
+    stopped_early = "max_steps" not in limits
+    whole, resumed = ([*rows_of(root)] for root in (tmp_path / "whole", tmp_path / "cut"))
+    # A stop validates once more, before the last checkpoint.
+    assert [row for row in resumed if not (stopped_early and row["step"] == "5" and row["score"])] == whole
+    points = points_of(tmp_path / "cut")
+    assert points["loss_epoch"] == points_of(tmp_path / "whole")["loss_epoch"] == [(8, 3.5), (12, 1.5)]
+    assert points["loss_step"] == points_of(tmp_path / "whole")["loss_step"]
+    lines = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss_epoch" in line.get("values", ())] == [8, 12]

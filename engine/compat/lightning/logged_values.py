@@ -41,7 +41,7 @@ def latest_values(run: Run | BeforeRun) -> dict[str, Any]:
         return values
     if run.logbook.evaluation is not None:
         values |= _with_unsuffixed(run.logbook.evaluation.values)
-        for slot in run.recorder.slots.values():  # this rank's values from the hook that is running
+        for slot in run.recorder.all_slots:  # this rank's values from the hook that is running
             if (value := _epoch_value(slot)) is not None:
                 values[slot.name] = value
     return values
@@ -63,7 +63,7 @@ def _with_unsuffixed(values: dict[str, float]) -> dict[str, float]:
 
 def _step_values(run: Run | BeforeRun, recorder: Recorder) -> Iterator[tuple[Slot, Any]]:
     """Yield the values of the latest steps, except for names of which an evaluation or an epoch has reported a newer value."""
-    for slot in recorder.slots.values():
+    for slot in recorder.all_slots:
         if not slot.on_step or slot.window <= run.logbook.epoch_windows.get(slot.name, -1):
             continue
         published = run.metrics.get(f"{slot.name}_step" if slot.on_epoch else slot.name)

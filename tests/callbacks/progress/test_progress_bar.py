@@ -244,6 +244,35 @@ def test_the_line_of_an_epoch_has_the_metrics_of_that_epoch(make_fit, scripted, 
     assert re.findall(r"mean=(\S+)", pipe.file.getvalue()) == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize("interval", [50, 0, 3, 1])
+def test_an_epochs_line_has_values_of_that_epoch_whenever_they_are_logged(make_fit, scripted, batches, pipe, interval):
+    """The weight before step n is 1 - n. What an epoch has not logged or validated is left out."""
+
+    class Odd(scripted):
+        def training_step(self, batch, batch_idx):
+            if self.current_epoch == 1:
+                self.log("odd", 7.0, prog_bar=True)
+            self.log("last", self.weight.detach()[0].clone(), prog_bar=True)
+            return (self.weight * batch).mean()
+
+        def validation_step(self, batch, batch_idx):
+            self.log("score", float(self.current_epoch), prog_bar=True)
+
+    bar = RichProgressBar(console=pipe)
+    result = make_fit(max_epochs=4, val_every="2 epochs", log_every_n_steps=interval, callbacks=[bar]).run(
+        Odd(), batches, batches
+    )
+    lines = [re.split("step/s, |s/step, ", line)[1] for line in pipe.file.getvalue().splitlines()]
+    lines = [dict(item.split("=") for item in line.split(", ")) for line in lines]
+    assert lines == [
+        {"last": "-3"},
+        {"last": "-7", "odd": "7", "score": "1"},
+        {"last": "-11"},
+        {"last": "-15", "score": "3"},
+    ]
+    assert result.metrics == {"last": -15.0, "odd": 7.0, "score": 3.0}
+
+
 def test_a_resumed_run_goes_on_counting(make_fit, scripted, batches, pipe, tmp_path):
     class Stops(Callback):
         def on_train_batch_end(self, run, module, outputs, batch, batch_idx):

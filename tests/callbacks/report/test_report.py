@@ -14,6 +14,7 @@ from support.ranks import run_ranks
 
 from callbacks import CSVLogger, ModelCheckpoint, Report, write_report
 from callbacks.report.record import events
+from callbacks.report.runs import read_run
 
 LOST = 7
 """The step at which the job is killed; it saves every 3 steps."""
@@ -79,6 +80,24 @@ def test_the_page_of_a_run(make_fit, falling, batches, tmp_path):
     times = {row[0]: row[1] for row in page.tables["Time of each phase"][1:]}
     assert {"training steps", "validation", "checkpoints", "in all"} <= times.keys()
     assert "completed max_epochs=2 reached" in page.text
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("scores", [[0.1, 0.3, 0.2], [0.3, 0.1, 0.2], [0.3, 0.2, 0.1], [0.1, 0.1, 0.1]])
+def test_the_best_checkpoint_is_marked_wherever_it_comes(
+    make_fit, falling, batches, tmp_path, monkeypatch, scores, asynchronous, mode
+):
+    checkpoint = ModelCheckpoint("1 epochs", "score", mode, save_top_k=-1, asynchronous=asynchronous)
+    result = make_fit(max_epochs=3, callbacks=[Report(), checkpoint]).run(falling(scores), batches, batches)
+    expected = [str(path) == str(result.best_checkpoint) for path in checkpoint.best_k_models]
+    assert sorted(expected) == [False, False, True]
+    marked = [each["best"] for each in read_run(tmp_path).checkpoints]
+    best = min(range(3), key=lambda i: scores[i] if mode == "min" else -scores[i])
+    assert marked == [index == best for index in range(3)]
+    # Where manifests cannot be read, at a URL for example, the record has it.
+    monkeypatch.setattr("callbacks.report.runs._best_by_score", lambda manifests: "")
+    assert [each["best"] for each in read_run(tmp_path).checkpoints] == marked
 
 
 def test_a_row_opens_no_file(make_fit, falling, batches, tmp_path):

@@ -212,7 +212,7 @@ def test_a_hostile_record_is_read_without_an_error(tmp_path, seed):
         "\ud800",
     ]
     keys = "event time stage step elapsed config hyperparameters machine values apart lr memory samples path score best times status"
-    kinds = ["start", "values", "checkpoint", "removed", "times", "end", "close", "read", "__class__"]
+    kinds = ["start", "values", "checkpoint", "best", "removed", "times", "end", "close", "read", "__class__"]
     draw = random.Random(seed)
     lines = []
     for _ in range(400):
