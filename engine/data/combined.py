@@ -199,6 +199,8 @@ class MemberPasses:
 class CombinedFeed(Feed):
     """The feed of a combination of members with indices. A position counts combined batches of all ranks."""
 
+    without_units = "several loaders"
+
     def __init__(self, loader: CombinedLoader, feeds: Sequence[IndexedFeed], group: Group, use: LoaderUse) -> None:
         self.loader, self.group, self.feeds, self.use = loader, group, feeds, use
         self.members = [MemberPasses(feed) for feed in feeds]

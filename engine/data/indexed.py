@@ -129,6 +129,7 @@ class LoaderFeed(IndexedFeed):
     """
 
     order: SampleOrder
+    without_units = "data that is divided among the ranks already, or whose indices are not numbers"
 
     def __init__(
         self, loader: DataLoader[Any], sampler: Any, replaces: str, group: Group, seed: int, feistel: bool
@@ -136,6 +137,8 @@ class LoaderFeed(IndexedFeed):
         self.group = group
         self.order = order_for(sampler, loader, group, seed, feistel)
         self.stream = IndexStream()
+        self.latest: tuple[int, StoredIndices | FeistelIndices] | None = None
+        """The epoch that is being read, and its order."""
         self.dataset = loader.dataset
         self.epoch: torch.Tensor | None = None
         attributes: dict[str, Any] = {replaces: self.stream}
@@ -157,11 +160,17 @@ class LoaderFeed(IndexedFeed):
         return None if self.order.sharded or self.order.drawn_by_all_ranks else self.order.length()
 
     def indices_at(self, epoch: int, start: int, count: int) -> list[int] | None:
-        if self.order.state(over=False) is not None:  # a user's sampler can draw each order only once
+        if self.order.sharded:
             return None
-        order = self.order.draw(epoch)
+        if self.order.state(over=False) is None:
+            order = self.order.draw(epoch)
+        elif self.latest is not None and self.latest[0] == epoch:
+            order = self.latest[1]
+        else:
+            return None
         entries = [order[unit] for unit in range(start, start + count) if unit < len(order)]
-        return [int(index) for entry in entries for index in (entry if isinstance(entry, (list, tuple)) else [entry])]
+        indices = [index for entry in entries for index in (entry if isinstance(entry, (list, tuple)) else [entry])]
+        return [int(index) for index in indices] if all(hasattr(index, "__index__") for index in indices) else None
 
     def state(self, after_window: bool) -> Any:
         return self.order.state(over=False)
@@ -220,6 +229,7 @@ class SampleFeed(LoaderFeed):
         self.tell_epoch(epoch)
         self.order.enter(state)
         order = self.order.draw(epoch, None if limit is None else limit * self.stride(1))
+        self.latest = epoch, order
         deal = deal_of(self.order, len(order), self.batch, window, self.drop_last, limit)
         self.stream.count = len(deal)
         return zip(self.fetch(order.pieces(deal.windows(start))), shares_of(deal, start), strict=True)
@@ -256,6 +266,7 @@ class BatchFeed(LoaderFeed):
         self.tell_epoch(epoch)
         self.order.enter(state)
         order = self.order.draw(epoch, None if limit is None else limit * self.stride(1))
+        self.latest = epoch, order
         deal = deal_of(self.order, len(order), 1, window, False, limit)
         self.stream.count = len(deal)
         entries = itertools.chain.from_iterable(order.pieces(deal.windows(start)))

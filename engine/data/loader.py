@@ -211,8 +211,13 @@ class PreparedLoader:
 
     def units(self, start: int, count: int) -> list[int] | None:
         """The indices of ``count`` samples of the epoch from ``start`` on, in the order in which the ranks together get them; of ready batches their
-        numbers. ``None`` for streams, and for a sampler that can draw each order only once. All ranks call this together."""
-        return None if self.samples is None else self._feed.indices_at(self.epoch, start, count) or None
+        numbers. ``None`` for streams and several loaders, and for a user's sampler before its order is drawn. All ranks call this together."""
+        return self._feed.indices_at(self.epoch, start, count) or None
+
+    @property
+    def without_units(self) -> str:
+        """What the data is, for texts, where :meth:`units` gives nothing."""
+        return self._feed.without_units
 
     def close(self) -> None:
         """End the loader's worker processes now. Otherwise the traceback of an error could keep them alive."""
