@@ -14,7 +14,7 @@ from engine.data.deal import Deal, Shards
 from engine.data.epochs import EpochDataset, UsersDataset, epoch_listeners, shared_epoch, tell_epoch
 from engine.data.feed import Feed, MicroBatch
 from engine.data.order import FeistelIndices, SampleOrder, StoredIndices, order_for
-from engine.data.user_loaders import altered, end_workers, is_a, presharded
+from engine.data.user_loaders import altered, end_workers, holds_loaders, is_a, presharded
 from engine.data.worker_seeds import WorkerSeeds
 from engine.distributed.collectives import gather_object, gather_row
 from engine.distributed.group import Group
@@ -369,6 +369,7 @@ def indexed_feed(data: Any, group: Group, seed: int, feistel: bool = True) -> In
 
     Raises:
         ValueError: a torchdata loader over a map-style dataset has loaded its own state.
+        TypeError: a list of batches has a loader in it.
     """
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
         if getattr(data, "next_iter_state", None) is not None:
@@ -377,7 +378,13 @@ def indexed_feed(data: Any, group: Group, seed: int, feistel: bool = True) -> In
                 "now sets its order; save and load the state of the prepared loader"
             )
         return (SampleFeed if is_a(data.batch_sampler, BatchSampler) else BatchFeed)(data, group, seed, feistel)
-    return ListFeed(data, group) if isinstance(data, (list, tuple)) and not presharded(data) else None
+    if not isinstance(data, (list, tuple)) or presharded(data):
+        return None
+    if holds_loaders(data):
+        raise TypeError(
+            f"a list of batches has a loader in it: {data!r:.120}. Give loaders that are read side by side as engine.CombinedLoader(loaders, mode)"
+        )
+    return ListFeed(data, group)
 
 
 def deal_of(

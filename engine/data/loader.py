@@ -386,8 +386,7 @@ def in_dataset_order(loader: Any) -> Any:
         members = [in_dataset_order(member) for member in loader.members]
         if all(new is member for new, member in zip(members, loader.members, strict=True)):
             return loader
-        named = dict(zip(loader.loaders, members, strict=True)) if isinstance(loader.loaders, dict) else members
-        return CombinedLoader(named, loader.mode)
+        return loader.with_members(members)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader
     batches = loader.batch_sampler
