@@ -6,12 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from engine.data.deal import Deal
 from engine.data.feed import Feed, LoaderUse, MicroBatch
 from engine.data.indexed import IndexedFeed, PassBatches, indexed_feed, with_exchanged_sizes
 from engine.data.order import epoch_of_repetition, mixed
 from engine.data.stream import StreamFeed, StreamReader, reader_for
-from engine.data.user_loaders import presharded
+from engine.data.user_loaders import flat_loaders, holds_loaders, presharded
 from engine.distributed.group import Group
 from engine.step.position import Share, shares
 from engine.utils.errors import nearest
@@ -36,7 +38,7 @@ class CombinedLoader:
     and resuming costs nothing. If a member is a stream, every rank reads everything, and a resume needs the streams' own states.
 
     Args:
-        loaders: a dict, list or tuple of ``DataLoader``s, lists of batches, or iterables.
+        loaders: a dict, list or tuple of ``DataLoader``s, lists of batches, or iterables; or of further dicts, lists and tuples with loaders in them.
         mode: ``"min_size"`` ends with the shortest member. ``"max_size_cycle"`` ends with the longest, and shorter members start again (in
             another order when they shuffle). ``"max_size"`` ends with the longest, and shorter members yield ``None`` once exhausted.
             ``"sequential"`` reads one member after the other, and ``training_step`` gets the member's batch alone, without its name.
@@ -58,14 +60,20 @@ class CombinedLoader:
         if not loaders:
             raise ValueError(f"CombinedLoader got no loaders: {loaders!r}")
         self.loaders, self.mode = loaders, mode
-        self.members: list[Any] = list(loaders.values() if isinstance(loaders, Mapping) else loaders)
-        for index, member in zip(
-            loaders if isinstance(loaders, Mapping) else range(len(loaders)), self.members, strict=True
-        ):
-            if not isinstance(member, Iterable) and not hasattr(member, "__getitem__"):
-                raise TypeError(
-                    f"CombinedLoader: {index!r} cannot be iterated: {type(member).__name__}: {member!r:.80}"
-                )
+        self.members: list[Any] = []
+        named = loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders)
+        for name, entry in named:
+            for member in flat_loaders(entry):
+                if not isinstance(member, Iterable) and not hasattr(member, "__getitem__"):
+                    raise TypeError(
+                        f"CombinedLoader: {name!r} cannot be iterated: {type(member).__name__}: {member!r:.80}"
+                    )
+                if isinstance(member, Tensor):
+                    raise TypeError(
+                        f"CombinedLoader: {name!r} is a batch, not a loader: {type(member).__name__} of shape {tuple(member.shape)}"
+                    )
+                self.members.append(member)
+        self._nested = len(self.members) > len(loaders) or any(map(holds_loaders, _entries(loaders)))
 
     @property
     def batch_size(self) -> int | None:
@@ -92,9 +100,41 @@ class CombinedLoader:
 
     def packed(self, batches: list[Any]) -> Any:
         """Put the members' batches into a container like the user's."""
+        if self._nested:
+            return _filled(self.loaders, iter(batches))
         if isinstance(self.loaders, Mapping):
             return dict(zip(self.loaders, batches, strict=True))
         return tuple(batches) if isinstance(self.loaders, tuple) else batches
+
+    def parts(self, batch: Any) -> list[Any]:
+        """The members' batches in a combined batch: the opposite of :meth:`packed`."""
+        return _parts(self.loaders, batch) if self._nested else _entries(batch)
+
+    def with_members(self, members: list[Any]) -> CombinedLoader:
+        """A loader with other members in the places of these."""
+        return CombinedLoader(_filled(self.loaders, iter(members)), self.mode)
+
+
+def _entries(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, Mapping) else container)
+
+
+def _filled(loaders: Any, items: Iterator[Any], is_top: bool = True) -> Any:
+    """Nested containers of loaders, with an item in each loader's place."""
+    if not is_top and not holds_loaders(loaders):
+        return next(items)
+    if isinstance(loaders, Mapping):
+        return {name: _filled(entry, items, False) for name, entry in loaders.items()}
+    filled = [_filled(entry, items, False) for entry in loaders]
+    return tuple(filled) if isinstance(loaders, tuple) else filled
+
+
+def _parts(loaders: Any, batch: Any, is_top: bool = True) -> list[Any]:
+    """The items that :func:`_filled` has put into the loaders' places."""
+    if not is_top and not holds_loaders(loaders):
+        return [batch]
+    pairs = zip(_entries(loaders), _entries(batch), strict=True)
+    return [part for entry, item in pairs for part in _parts(entry, item, False)]
 
 
 def total(mode: str, counts: list[int]) -> int:
@@ -138,8 +178,7 @@ def _samples(loader: CombinedLoader, batch: Any) -> int:
     """The number of samples in a combined batch."""
     if loader.mode == "sequential":
         return batch_size(batch) or 1
-    parts = batch.values() if isinstance(batch, dict) else batch
-    return sum(batch_size(part) or 1 for part in parts if part is not None)
+    return sum(batch_size(part) or 1 for part in loader.parts(batch) if part is not None)
 
 
 # -- all members have indices: reading can start at any position of the combination -------------------------------------------------------------
@@ -198,6 +237,8 @@ class MemberPasses:
 
 class CombinedFeed(Feed):
     """The feed of a combination of members with indices. A position counts combined batches of all ranks."""
+
+    without_units = "several loaders"
 
     def __init__(self, loader: CombinedLoader, feeds: Sequence[IndexedFeed], group: Group, use: LoaderUse) -> None:
         self.loader, self.group, self.feeds, self.use = loader, group, feeds, use
@@ -481,8 +522,8 @@ class CombinedReader(StreamReader):
         # Members with indices are the same on all ranks, and may be augmented by each in its own way.
         if self.loader.mode == "sequential":
             return None if None in self.sources else batch
-        parts = batch.values() if isinstance(batch, dict) else batch
-        return [part for part, source in zip(parts, self.sources, strict=True) if source is not None]
+        parts = zip(self.loader.parts(batch), self.sources, strict=True)
+        return [part for part, source in parts if source is not None]
 
     def separate_workers(self, group: Group) -> None:
         for source in self.sources:

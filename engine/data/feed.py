@@ -36,6 +36,8 @@ class Feed(ABC):
 
     reads_ahead = False
     """True if reading beyond a window's end does not change the state that a checkpoint at that end must save."""
+    without_units = "a stream"
+    """What the data is, for texts, where :meth:`indices_at` gives nothing."""
     use: LoaderUse = LoaderUse()
     """What the feed knows of the loop that reads it."""
     iterator: Iterator[Any] | None = None
@@ -84,7 +86,10 @@ class Feed(ABC):
         return None
 
     def indices_at(self, epoch: int, start: int, count: int) -> list[int] | None:
-        """The dataset's indices of ``count`` units from position ``start`` on (for ready batches their numbers); ``None`` if they cannot be known."""
+        """The dataset's indices of ``count`` units from position ``start`` on (for ready batches their numbers); ``None`` if they cannot be known.
+
+        A user's sampler may draw each order only once: its indices are known in the epoch that is being read.
+        """
         return None
 
     def stop_pass(self) -> None:

@@ -14,7 +14,7 @@ from engine.data.deal import Deal, Shards
 from engine.data.epochs import EpochDataset, UsersDataset, epoch_listeners, shared_epoch, tell_epoch
 from engine.data.feed import Feed, MicroBatch
 from engine.data.order import FeistelIndices, SampleOrder, StoredIndices, order_for
-from engine.data.user_loaders import altered, end_workers, is_a, presharded
+from engine.data.user_loaders import altered, end_workers, holds_loaders, is_a, presharded
 from engine.data.worker_seeds import WorkerSeeds
 from engine.distributed.collectives import gather_object, gather_row
 from engine.distributed.group import Group
@@ -129,6 +129,7 @@ class LoaderFeed(IndexedFeed):
     """
 
     order: SampleOrder
+    without_units = "data that is divided among the ranks already, or whose indices are not numbers"
 
     def __init__(
         self, loader: DataLoader[Any], sampler: Any, replaces: str, group: Group, seed: int, feistel: bool
@@ -136,6 +137,8 @@ class LoaderFeed(IndexedFeed):
         self.group = group
         self.order = order_for(sampler, loader, group, seed, feistel)
         self.stream = IndexStream()
+        self.latest: tuple[int, StoredIndices | FeistelIndices] | None = None
+        """The epoch that is being read, and its order."""
         self.dataset = loader.dataset
         self.epoch: torch.Tensor | None = None
         attributes: dict[str, Any] = {replaces: self.stream}
@@ -157,11 +160,17 @@ class LoaderFeed(IndexedFeed):
         return None if self.order.sharded or self.order.drawn_by_all_ranks else self.order.length()
 
     def indices_at(self, epoch: int, start: int, count: int) -> list[int] | None:
-        if self.order.state(over=False) is not None:  # a user's sampler can draw each order only once
+        if self.order.sharded:
             return None
-        order = self.order.draw(epoch)
+        if self.order.state(over=False) is None:
+            order = self.order.draw(epoch)
+        elif self.latest is not None and self.latest[0] == epoch:
+            order = self.latest[1]
+        else:
+            return None
         entries = [order[unit] for unit in range(start, start + count) if unit < len(order)]
-        return [int(index) for entry in entries for index in (entry if isinstance(entry, (list, tuple)) else [entry])]
+        indices = [index for entry in entries for index in (entry if isinstance(entry, (list, tuple)) else [entry])]
+        return [int(index) for index in indices] if all(hasattr(index, "__index__") for index in indices) else None
 
     def state(self, after_window: bool) -> Any:
         return self.order.state(over=False)
@@ -220,6 +229,7 @@ class SampleFeed(LoaderFeed):
         self.tell_epoch(epoch)
         self.order.enter(state)
         order = self.order.draw(epoch, None if limit is None else limit * self.stride(1))
+        self.latest = epoch, order
         deal = deal_of(self.order, len(order), self.batch, window, self.drop_last, limit)
         self.stream.count = len(deal)
         return zip(self.fetch(order.pieces(deal.windows(start))), shares_of(deal, start), strict=True)
@@ -256,6 +266,7 @@ class BatchFeed(LoaderFeed):
         self.tell_epoch(epoch)
         self.order.enter(state)
         order = self.order.draw(epoch, None if limit is None else limit * self.stride(1))
+        self.latest = epoch, order
         deal = deal_of(self.order, len(order), 1, window, False, limit)
         self.stream.count = len(deal)
         entries = itertools.chain.from_iterable(order.pieces(deal.windows(start)))
@@ -358,6 +369,7 @@ def indexed_feed(data: Any, group: Group, seed: int, feistel: bool = True) -> In
 
     Raises:
         ValueError: a torchdata loader over a map-style dataset has loaded its own state.
+        TypeError: a list of batches has a loader in it.
     """
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
         if getattr(data, "next_iter_state", None) is not None:
@@ -366,7 +378,13 @@ def indexed_feed(data: Any, group: Group, seed: int, feistel: bool = True) -> In
                 "now sets its order; save and load the state of the prepared loader"
             )
         return (SampleFeed if is_a(data.batch_sampler, BatchSampler) else BatchFeed)(data, group, seed, feistel)
-    return ListFeed(data, group) if isinstance(data, (list, tuple)) and not presharded(data) else None
+    if not isinstance(data, (list, tuple)) or presharded(data):
+        return None
+    if holds_loaders(data):
+        raise TypeError(
+            f"a list of batches has a loader in it: {data!r:.120}. Give loaders that are read side by side as engine.CombinedLoader(loaders, mode)"
+        )
+    return ListFeed(data, group)
 
 
 def deal_of(

@@ -211,8 +211,13 @@ class PreparedLoader:
 
     def units(self, start: int, count: int) -> list[int] | None:
         """The indices of ``count`` samples of the epoch from ``start`` on, in the order in which the ranks together get them; of ready batches their
-        numbers. ``None`` for streams, and for a sampler that can draw each order only once. All ranks call this together."""
-        return None if self.samples is None else self._feed.indices_at(self.epoch, start, count) or None
+        numbers. ``None`` for streams and several loaders, and for a user's sampler before its order is drawn. All ranks call this together."""
+        return self._feed.indices_at(self.epoch, start, count) or None
+
+    @property
+    def without_units(self) -> str:
+        """What the data is, for texts, where :meth:`units` gives nothing."""
+        return self._feed.without_units
 
     def close(self) -> None:
         """End the loader's worker processes now. Otherwise the traceback of an error could keep them alive."""
@@ -381,8 +386,7 @@ def in_dataset_order(loader: Any) -> Any:
         members = [in_dataset_order(member) for member in loader.members]
         if all(new is member for new, member in zip(members, loader.members, strict=True)):
             return loader
-        named = dict(zip(loader.loaders, members, strict=True)) if isinstance(loader.loaders, dict) else members
-        return CombinedLoader(named, loader.mode)
+        return loader.with_members(members)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader
     batches = loader.batch_sampler

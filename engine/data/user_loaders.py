@@ -6,10 +6,10 @@ import contextlib
 import copy
 import multiprocessing.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from engine.utils import scratch
 
@@ -18,6 +18,23 @@ def is_a(item: Any, kind: type) -> bool:
     """True if the item's class is exactly ``kind``, a class of torch, or torchdata's class of the same name (torchdata is not imported here)."""
     cls = type(item)
     return cls is kind or (cls.__name__ == kind.__name__ and cls.__module__.startswith("torchdata."))
+
+
+def holds_loaders(item: Any) -> bool:
+    """True for a dict, list or tuple with a loader in it, at any depth: its entries are loaders or lists of batches then, not batches."""
+    if isinstance(item, Mapping):
+        item = list(item.values())
+    if type(item) not in (list, tuple):
+        return False
+    return any(isinstance(entry, (DataLoader, IterableDataset)) or holds_loaders(entry) for entry in item)
+
+
+def flat_loaders(item: Any) -> list[Any]:
+    """The loaders and lists of batches in nested dicts, lists and tuples of loaders, in order; of anything else the item itself."""
+    if not holds_loaders(item):
+        return [item]
+    entries = item.values() if isinstance(item, Mapping) else item
+    return [loader for entry in entries for loader in flat_loaders(entry)]
 
 
 def presharded(data: Any) -> bool:

@@ -15,6 +15,7 @@ from engine.config.settings import Settings
 from engine.data.combined import CombinedLoader
 from engine.data.datamodule import DataModule
 from engine.data.loader import BatchTransfer, PreparedLoader, in_dataset_order
+from engine.data.user_loaders import flat_loaders, holds_loaders
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.engine import Engine
@@ -242,17 +243,13 @@ class RunLoaders:
         loaders = source
         if kind == "train" and isinstance(source, tuple):
             _refuse_loaders_as_batches(source)
-        if kind == "train" and (
-            isinstance(loaders, dict)
-            or (isinstance(loaders, list) and loaders and all(isinstance(item, DataLoader) for item in loaders))
-        ):
+        if kind == "train" and (isinstance(loaders, dict) or (isinstance(loaders, list) and holds_loaders(loaders))):
             loaders = CombinedLoader(loaders, "max_size_cycle")
-        several = isinstance(loaders, dict) or (
-            kind != "train" and isinstance(loaders, (list, tuple)) and all(map(is_loader, loaders))
-        )
-        if isinstance(loaders, dict):
+        if kind != "train" and holds_loaders(loaders):
+            loaders = flat_loaders(loaders)  # also those in nested containers are read one after the other
+        elif isinstance(loaders, dict):
             loaders = list(loaders.values())
-        elif not several:
+        elif kind == "train" or not isinstance(loaders, (list, tuple)) or not all(map(is_loader, loaders)):
             loaders = [loaders]
         if self._is_training and self._settings.overfit_batches:
             loaders = [in_dataset_order(loader) for loader in loaders]
@@ -336,9 +333,9 @@ def _refuse_loaders_as_batches(batches: tuple[Any, ...]) -> None:
     """Refuse a tuple of loaders as training data: its entries would be batches.
 
     Raises:
-        TypeError: all entries are loaders.
+        TypeError: an entry is a loader, or has loaders in it.
     """
-    if batches and all(isinstance(item, DataLoader) for item in batches):
+    if holds_loaders(batches):
         raise TypeError(
             f"got a tuple of {len(batches)} DataLoaders as training data: give validation data as the second argument, "
             "fit.run(module, train, val), or a DataModule (fit run: --data my.module:Data). A list of loaders is read side by side"

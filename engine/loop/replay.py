@@ -34,7 +34,9 @@ class ReplayedStep:
     recorded_ranks: int
     """The number of processes of the original run."""
     samples: list[int] | None = None
-    """The step's samples in order, as indices in the dataset (for data of ready batches: the batches' indices); ``None`` for a stream."""
+    """The step's samples in order, as indices in the dataset (for data of ready batches: the batches' indices); ``None``: they are not known."""
+    data: str = "a stream"
+    """What the data is, if its samples are not known."""
     losses: list[list[float]] = field(default_factory=list)
     """By rank, the loss of each micro-batch; sum / count for an :class:`engine.Loss`."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class ReplayedStep:
         now_on = "" if self.ranks == self.recorded_ranks else f", now on {self.ranks}"
         ranks = f"{self.recorded_ranks} rank(s){now_on}"
         lines = [f"step {self.step} (epoch {self.epoch}) from {self.checkpoint or 'the start'}, {ranks}"]
-        samples = "a stream: not known" if self.samples is None else ", ".join(map(str, self.samples))
+        samples = f"{self.data}: not known" if self.samples is None else ", ".join(map(str, self.samples))
         lines.append(f"samples: {samples}")
         for rank, losses in enumerate(self.losses):
             lines += [f"rank {rank}, micro-batch {index}: loss {loss!r}" for index, loss in enumerate(losses)]
@@ -219,6 +221,7 @@ class StepWatch(Callback):
         step.epoch = state.epoch
         assert run.train_loader is not None
         step.samples = run.train_loader.units(state.position, run.loaders.stride)
+        step.data = run.train_loader.without_units
         self._handles = [inner.register_forward_hook(self._hook(name)) for name, inner in module.named_modules()]
         self._outer_anomaly = torch.is_anomaly_enabled()
         # Only in the step to observe: reading gradients unscales them separately, which rounds differently than in the original run.

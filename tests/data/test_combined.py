@@ -454,8 +454,72 @@ def test_a_list_of_loaders_is_trained_on_side_by_side() -> None:
     assert module.seen == by_hand("max_size_cycle", read(small()), read(large()))
 
 
+class Nested(Both):
+    """Takes whatever the loaders give."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(plain(batch))
+        return self.w.sum() * 0.0
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.append([dataloader_idx, plain(batch)])
+
+
+def third() -> Any:
+    return DataLoader(range(200, 205), batch_size=2)
+
+
+NESTED = {
+    "a dict of lists": (lambda: {"a": [small(), large()], "b": third()}, lambda s, g, t: {"a": [s, g], "b": t}),
+    "a list of tuples": (lambda: [(small(), third()), large()], lambda s, g, t: [(s, t), g]),
+    "a list of dicts": (
+        lambda: [{"a": small()}, {"b": large(), "c": [third()]}],
+        lambda s, g, t: [{"a": s}, {"b": g, "c": [t]}],
+    ),
+    "a list of batches beside it": (
+        lambda: {"a": [small(), large()], "b": list(third())},
+        lambda s, g, t: {"a": [s, g], "b": t},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_loaders_give_nested_batches(name: str) -> None:
+    make, packed = NESTED[name]
+    firsts = by_hand("max_size_cycle", read(small()), read(large()))
+    rows = [(*row, batch) for row, batch in zip(firsts, itertools.cycle(read(third())), strict=False)]
+    expected, sizes = [packed(*row) for row in rows], [sum(map(len, row)) for row in rows]
+    module = Nested()
+    fit(module, make())
+    assert module.seen == expected
+    engine, loader = prepared(CombinedLoader(make(), "max_size_cycle"), accumulate_grad_batches=2)
+    assert [(plain(batch), engine.window.share.size) for batch in loader] == list(zip(expected, sizes, strict=True))
+
+
+def test_nested_loaders_are_validated_on_one_after_the_other() -> None:
+    lists = [[0, batch] for batch in read(small())] + [[1, batch] for batch in read(large())]
+    expected = lists + [[2, batch] for batch in read(third())]
+    for nested in (
+        {"a": [small(), large()], "b": third()},
+        [[small(), large()], third()],
+        [small(), large(), list(third())],
+    ):
+        module = Nested()
+        Fit(accelerator="cpu").validate(module, nested)
+        assert module.seen == expected
+
+
+def test_a_list_of_batches_has_no_loader_in_it() -> None:
+    with pytest.raises(TypeError, match=r"a list of batches has a loader in it.*CombinedLoader"):
+        Engine(accelerator="cpu").prepare_data_loader([torch.ones(1), small()])
+    with pytest.raises(TypeError, match="CombinedLoader: 0 is a batch, not a loader: Tensor"):
+        fit(Nested(), [torch.ones(1), small()])
+
+
 def test_a_tuple_of_loaders_is_no_training_data() -> None:
     module = Both()
+    with pytest.raises(TypeError, match="got a tuple of 2 DataLoaders as training data"):
+        fit(module, (small(), [large(), large()]))
     with pytest.raises(
         TypeError, match=r"got a tuple of 2 DataLoaders as training data: give validation data as the second"
     ):

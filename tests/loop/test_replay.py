@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from safetensors.torch import load_file
 from support.ranks import run_ranks
 from support.toys import fit
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from callbacks import JSONLLogger, ModelCheckpoint
 from engine import Callback, Fit, Loss, Run, TrainModule
@@ -87,6 +89,56 @@ def test_a_step_is_the_recorded_one(tmp_path: Path, window: int) -> None:
         assert "layers.2.bias" in found.text(per_layer=True)
         assert found.grad_norm == pytest.approx(sum(norm**2 for norm in found.grad_norms.values()) ** 0.5)
     assert sorted(path for path in tmp_path.rglob("*") if "replay" not in path.parts) == before
+
+
+def by_sampler(kind: str) -> Any:
+    dataset, generator = data().dataset, torch.Generator().manual_seed(5)
+    sampler = WeightedRandomSampler([1.0 + index for index in range(24)], 24, generator=generator)
+    if kind == "weighted":
+        return DataLoader(dataset, 3, sampler=sampler)
+    if kind == "batches":
+        return DataLoader(dataset, batch_sampler=CustomBatches(sampler, 3, drop_last=False))
+    return [DataLoader(dataset, 3)] if kind == "several" else DataLoader(Rows(dataset), 3)
+
+
+class CustomBatches(BatchSampler):
+    """A class of the user's: its batches are kept."""
+
+
+class Rows(IterableDataset[Any]):
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset[index] for index in range(24))
+
+
+class First(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0] if len(batch) == 1 else batch, batch_idx)
+
+
+class SeenFirst(Seen):
+    def on_train_batch_start(self, run: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(run, module, batch[0] if len(batch) == 1 else batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("weighted", ""), ("batches", ""), ("stream", "a stream: not known"), ("several", "several loaders: not known")],
+)
+def test_a_users_samplers_samples_are_named(tmp_path: Path, kind: str, text: str) -> None:
+    seen = SeenFirst()
+    every = ModelCheckpoint(every=3, save_top_k=-1, asynchronous=False)
+    made = fit(tmp_path, max_epochs=2, seed=7, callbacks=[seen, every])
+    made.run(First(), by_sampler(kind))
+    for step in (5, 12):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "this data cannot be read from the middle")
+            found = made.replay(First(), by_sampler(kind), run=tmp_path, step=step)
+        assert found.losses == [seen.losses[step]]
+        assert found.samples == (None if text else seen.samples[step])
+        assert f"samples: {text or ', '.join(map(str, seen.samples[step]))}\n" in str(found)
 
 
 def test_gradients_are_those_of_a_bare_step(tmp_path: Path) -> None:
