@@ -163,7 +163,14 @@ class Callback:
         """Called when an exception is raised (also Ctrl-C), before it propagates. Use no collectives here: other ranks may be gone."""
 
     def on_save_checkpoint(self, run: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None: ...
-    def on_load_checkpoint(self, run: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None: ...
+    def on_load_checkpoint(self, run: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Called when a run is resumed, once its optimizers are configured: after the callbacks' states, before the weights and the optimizers."""
+
+    def on_checkpoint_loaded(self, run: Run, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Called when a run is resumed, after all weights and optimizers, with the entries that ``on_load_checkpoint`` gets.
+
+        Changes of parameters and buffers made here are made in other weights, such as averages, too: what is in the model is what validates.
+        """
 
     def on_checkpoint_saved(self, run: Run, module: nn.Module, path: Path | str, score: float | None) -> None:
         """Called when the checkpoint at ``path`` is complete: on every rank after the same step of a training, at the latest before ``on_fit_end``.

@@ -32,8 +32,8 @@ from engine.loop.placed_module import holding
 from engine.loop.rank_checks import compare_models, compare_ranks
 from engine.loop.replay import LeftOut, ReplayedStep, StepWatch, starting_point
 from engine.loop.run import Run
-from engine.loop.run_resume import load_weights, reload_best, resume_run
-from engine.loop.setup import call_setup_hooks, new_run, set_up_evaluation, set_up_training
+from engine.loop.run_resume import loading_weights, reload_best, resuming
+from engine.loop.setup import TrainingSetUp, call_setup_hooks, new_run, set_up_evaluation
 from engine.loop.state import Result
 from engine.loop.train import call_epoch_hooks, train
 from engine.module import TrainModule
@@ -280,9 +280,11 @@ class Fit:
             log_start(run)
             if run.settings.check:
                 compare_models(run)  # before rank 0's parameters overwrite those of the other ranks
-            set_up_training(run)
-            if resume is not None:
-                resume_run(run, resume)
+            set_up = TrainingSetUp(run)
+            with resuming(run, resume, set_up) as resumption:
+                set_up.complete()
+                if resumption is not None:
+                    resumption.restore()
             call_hooks(run, run.hooks.on_fit_start)
             sanity_check(run)
             if run.settings.check:
@@ -366,10 +368,12 @@ class Fit:
             session(run),
         ):
             call_setup_hooks(run)
-            prepared = set_up_evaluation(run, "predict")
-            if not prepared:
-                return []
-            load_weights(run, checkpoint, weights)
+            with loading_weights(run, checkpoint, weights) as loaded_weights:
+                prepared = set_up_evaluation(run, "predict")
+                if not prepared:
+                    return []
+                if loaded_weights is not None:
+                    loaded_weights.load()
             with watched(run):
                 results = predict(run, prepared, return_predictions)
         return results[0] if len(prepared) == 1 else results
@@ -574,10 +578,12 @@ class Fit:
             session(run),
         ):
             call_setup_hooks(run)
-            prepared = set_up_evaluation(run, name)
-            if not prepared:
-                return []
-            load_weights(run, checkpoint, weights)
+            with loading_weights(run, checkpoint, weights) as loaded_weights:
+                prepared = set_up_evaluation(run, name)
+                if not prepared:
+                    return []
+                if loaded_weights is not None:
+                    loaded_weights.load()
             with watched(run):
                 return evaluate(run, prepared, name, run.placed.evaluation_step(f"{name}_step"))
 

@@ -270,7 +270,7 @@ class TrainModule(nn.Module):
     ) -> Self:  # fmt: skip
         """Create a module of this class with a checkpoint's weights, whatever strategy and number of ranks wrote them::
 
-            hyperparameters -> __init__ -> configure_model -> on_load_checkpoint -> weights, in place -> map_location
+            hyperparameters -> __init__ -> configure_model -> on_load_checkpoint -> weights, in place -> on_checkpoint_loaded -> map_location
 
         Loading runs no code from the checkpoint: the class is the one that this method is called on. Each calling process reads all weights.
 
@@ -594,7 +594,20 @@ class TrainModule(nn.Module):
         """Add entries (trees of tensors and JSON values) to the ``checkpoint``."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read the entries of :meth:`on_save_checkpoint` from ``checkpoint``."""
+        """Read the entries of :meth:`on_save_checkpoint` from ``checkpoint``, before its weights are loaded.
+
+        Called whenever a checkpoint's weights are: when a run is resumed, also with ``weights_only``, in evaluations with a ``checkpoint``, with
+        ``reload_best``, and in :meth:`load_from_checkpoint`. It comes before the model is placed and the optimizers are configured: layers whose
+        sizes are in ``checkpoint`` can be built here. The weights overwrite parameters and buffers that are set here; see
+        :meth:`on_checkpoint_loaded`.
+        """
+
+    def on_checkpoint_loaded(self, checkpoint: dict[str, Any]) -> None:
+        """Change what shall differ from the checkpoint, after all its weights are loaded; called whenever :meth:`on_load_checkpoint` is.
+
+        Parameters and buffers that are changed here change in averages such as those of ``callbacks.EMA``, too. ``checkpoint``: the entries that
+        :meth:`on_load_checkpoint` gets.
+        """
 
     def on_checkpoint_saved(self, path: Path | str, score: float | None) -> None:
         """Called when the checkpoint at ``path`` is complete, with its ``score``; see :meth:`engine.Callback.on_checkpoint_saved`."""

@@ -83,7 +83,7 @@ def test_entries_of_checkpoint_hooks_come_back(tmp_path: Path) -> None:
     fit(tmp_path, callbacks=Adds()).run(Keeps(), ones(1))
     assert found == []
     fit(tmp_path, callbacks=Adds()).run(Keeps(), ones(1), resume="last")
-    assert found == [{"mine": [1, {"a": 2.5}], "module": "x"}, "x"]
+    assert found == ["x", {"mine": [1, {"a": 2.5}], "module": "x"}]
 
 
 def test_an_object_that_is_no_callback_is_refused(tmp_path: Path) -> None:

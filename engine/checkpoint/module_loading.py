@@ -35,10 +35,12 @@ def load_module(
             {"epoch": counters.get("epoch"), "global_step": counters.get("step")} if isinstance(counters, dict) else {}
         )
         facts["hyper_parameters"] = dict(shared.get("hparams", {}))
-        module.on_load_checkpoint(Entries(shared.get("user") or {}, facts))
+        entries = Entries(shared.get("user") or {}, facts)
+        module.on_load_checkpoint(entries)
         report = Source(opened, weights).load_model(module, own_state(module), strict and module.strict_loading)
         if report:
             logger.warning("%s fits in part: %s", path, report)
+        module.on_checkpoint_loaded(entries)
     result: T = module if map_location is None else module.to(torch.device(map_location))
     return result
 

@@ -97,6 +97,10 @@ class Loaded:
         """The state that all ranks share."""
         return checked_form(f"{self.path}: {SHARED}.json", shared_form(self.opened.tree(SHARED)), SHARED_FORM)
 
+    def shared_or_nothing(self) -> Fields:
+        """The state that all ranks share; empty if the checkpoint has weights only."""
+        return self.shared if self.opened.tree(SHARED) is not None else Fields(self.path, {})
+
     @property
     def saved_by_run(self) -> bool:
         """True if a run saved it, rather than a loop with ``Engine``."""

@@ -49,6 +49,7 @@ SHARED_FORM = {
     "val_every": _INTERVAL,
     "hparams": dict,
     "hparams_name": (str, None),
+    "datamodule_kind": (str, None),
     "datamodule_hparams": dict,
     "datamodule_hparams_name": (str, None),
     "registered": list,

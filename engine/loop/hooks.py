@@ -95,6 +95,11 @@ class Hooks:
         setattr(self, event, (*getattr(self, event), hook))
         self._owners[event].append(owner)
 
+    def of_module(self, event: str) -> tuple[Hook, ...]:
+        """The module's own hook of ``event``, if it has one."""
+        pairs = zip(self._owners[event], getattr(self, event), strict=True)
+        return tuple(hook for owner, hook in pairs if owner.startswith("[TrainModule]"))
+
     def leave_out(self, event: str) -> None:
         """Stop calling the module's own hook of ``event``."""
         pairs = zip(self._owners[event], getattr(self, event), strict=True)

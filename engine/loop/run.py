@@ -36,6 +36,7 @@ from engine.loop.hooks import Hooks
 from engine.loop.loaders import RunData, RunLoaders
 from engine.loop.logbook import Logbook
 from engine.loop.optimization import Optimization
+from engine.loop.pending_set_up import PendingSetUp
 from engine.loop.placed_module import PlacedModule
 from engine.loop.run_checkpoints import RunCheckpoints
 from engine.loop.run_snapshot import RunSnapshot
@@ -70,6 +71,8 @@ class Run:
     """The number of evaluation batches and saves so far, which the watchdog counts as progress like training batches."""
     over = False
     """Whether the training has ended."""
+    pending_set_up: PendingSetUp | None = None
+    """The set-up of the training, while the module's ``on_load_checkpoint`` is called before it."""
     optimization: Optimization | None = None
     """The object that processes each micro-batch and each accumulation window; in trainings only."""
     exception: BaseException | None = None
@@ -395,7 +398,9 @@ class Run:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The prepared optimizers; empty before the training's setup."""
+        """The prepared optimizers; empty before the training's setup, which the module's ``on_load_checkpoint`` completes by asking for them."""
+        if self.pending_set_up is not None:
+            self.pending_set_up.complete()
         return self.optimizer_set.optimizers
 
     @property
@@ -695,10 +700,10 @@ class Run:
 
     def roll_back(self, path: Path | str) -> None:
         """Restore weights, optimizers and schedulers from the checkpoint at ``path`` during a training; counters, data position and random number
-        states stay as they are."""
+        states stay as they are. The hooks of loaded checkpoints are not called: they may build layers, which optimizers would not have."""
         with opening(self.engine.group, *self.checkpoints.run_folder.source(str(path)), FOLDERS) as loaded:
             self.saver.before_roll_back()
-            self.snapshot.load_weights(loaded, True, TRAINED)
+            self.snapshot.load_weights(loaded, loaded.source, True)
             self.snapshot.restore_optimizers(loaded, Resume(path))
 
     # -- the end ----------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,71 +15,122 @@ from engine.checkpoint.manifest import FOLDERS, SCORED_WITH, TRAINED, WEIGHTS
 from engine.checkpoint.reader import weights_folder
 from engine.checkpoint.resume import Loaded, Resume, opening, replaced_hyperparameters
 from engine.distributed.collectives import all_or_none
+from engine.loop.load_hooks import LoadHooks
+from engine.loop.pending_set_up import PendingSetUp
 from engine.loop.run import Run
 from engine.utils.log import logger
-from engine.utils.text import terminal_text
 
 _SHOWN = 6
 """Hyperparameters that a warning shows."""
 
 
-def resume_run(run: Run, checkpoint: str | Path | Resume) -> None:
-    """Resume from a checkpoint: parameters, optimizers, schedulers, counters, data position, random number states, callbacks.
+@contextmanager
+def resuming(
+    run: Run, checkpoint: str | Path | Resume | None, set_up: PendingSetUp
+) -> Iterator[Resumption | None]:
+    """Open a checkpoint to resume from, and call the module's ``on_load_checkpoint``; ``None``: there is nothing to resume from.
+
+    Args:
+        set_up: the set-up of the training that follows, or comes earlier if that hook asks for the optimizers, to add parameter groups.
 
     Raises:
         FileNotFoundError: there is no such checkpoint (except with ``"auto"``).
         DamagedCheckpoint: the checkpoint cannot be used, or (for ``"auto"``, ``"last"``, ...) none of the existing ones can.
-        ValueError: the checkpoint does not fit the module or its optimizers.
     """
+    if checkpoint is None:
+        yield None
+        return
     how, checkpoints = checkpoint if isinstance(checkpoint, Resume) else Resume(checkpoint), run.checkpoints
     where, what = checkpoints.run_folder.source(str(how.path))
     checkpoints.run_folder.named = checkpoints.folder.storage.root
-    folders = ("model", *weights_folder(how.weights)) if how.weights_only else (*FOLDERS, WEIGHTS)
+    folders = weights_and_state(run, how.weights) if how.weights_only else (*FOLDERS, WEIGHTS)
     with ExitStack() as stack:
         try:
             loaded = stack.enter_context(opening(run.engine.group, where, what, folders))
         except FileNotFoundError:
             if str(how.path) != "auto":
                 raise
+            yield None
             return
         checkpoints.folder.protected = {loaded.name, *loaded.passed}
-        if how.weights_only:
-            run.snapshot.load_weights(loaded, how.strict, how.weights)
+        resumption = Resumption(run, loaded, how)
+        run.pending_set_up = set_up
+        try:
+            resumption.before_set_up()
+        finally:
+            run.pending_set_up = None
+        yield resumption
+
+
+class Resumption:
+    """A run that resumes from an open checkpoint: in full, or as a new run that starts with its weights."""
+
+    def __init__(self, run: Run, loaded: Loaded, how: Resume) -> None:
+        self._run, self._loaded, self._how = run, loaded, how
+        weights = how.weights if how.weights_only else TRAINED
+        self._source = run.snapshot.source_of(loaded, weights)
+        self._hooks = LoadHooks(run, loaded, self._source)
+
+    def before_set_up(self) -> None:
+        """Call the module's ``on_load_checkpoint``, for which the run's counters are known."""
+        run, loaded = self._run, self._loaded
+        if self._how.weights_only:
+            if LoadHooks.need_state(run):
+                self._hooks.restore_datamodule(self._how.strict)
+                self._hooks.before_set_up()
+        elif loaded.saved_by_run and run.hooks.of_module("on_load_checkpoint"):  # a loop with Engine has no entries
+            run.snapshot.restore_counters(loaded)
+            self._hooks.before_set_up()
+
+    def restore(self) -> None:
+        """Restore parameters, optimizers, schedulers, counters, data position, random number states, callbacks; or only the weights.
+
+        Raises:
+            ValueError: the checkpoint does not fit the module or its optimizers.
+        """
+        run, loaded = self._run, self._loaded
+        if self._how.weights_only:
+            run.snapshot.load_weights(loaded, self._source, self._how.strict)
+            self._hooks.after_weights(resumes=False)
         else:
-            _continue(run, loaded, how)
-            checkpoints.last = loaded.path
-        checkpoints.loaded_from = loaded.path
+            self._continue()
+            run.checkpoints.last = loaded.path
+        run.checkpoints.loaded_from = loaded.path
 
+    def _continue(self) -> None:
+        """Restore the whole state of the run, with the hooks at their place in the order. The data is located in
+        :func:`engine.loop.train.begin_epoch`.
 
-def _continue(run: Run, loaded: Loaded, how: Resume) -> None:
-    """Restore the whole state of the run, with the hooks at their place in the order. The data is located in :func:`engine.loop.train.begin_epoch`.
-
-    A user's own loop does the same in :meth:`engine.engine_snapshot.EngineCheckpoints.load`, without hooks.
-    """
-    engine, snapshot = run.engine, run.snapshot
-    run.checkpoints.folder.take_over(loaded.shared.get("postponed", []), loaded.path)
-    snapshot.load_weights(loaded, how.strict, TRAINED)
-    engine.snapshot.restore_seed(loaded)
-    snapshot.restore_order(loaded)
-    engine.snapshot.restore_shared(loaded)  # the loss scaler, the window, registered objects
-    snapshot.restore_shared(loaded)  # counters, logged values, the data module, callbacks
-    if loaded.saved_by_run:  # a checkpoint of a loop with Engine has neither entries nor other weights
-        _load_entries(run, loaded)
-        for name, tensors in run.other_weights().items():  # after the hooks, which may have added parameters
-            loaded.source.others.read_into(name, tensors)
-    configured_groups = snapshot.trained().hyperparameters() if how.optimizer else []
-    all_or_none(engine.group, partial(snapshot.check, loaded, how))  # raises on all ranks if it does on one
-    if how.optimizer:
-        snapshot.restore_optimizers(loaded, how)
-    own_state = engine.snapshot.own_state(loaded)
-    snapshot.restore_logged_values(loaded, own_state)
-    snapshot.restore_waiting_stops(loaded, own_state)
-    snapshot.restore_stream(loaded, own_state)
-    engine.snapshot.restore_random_numbers(loaded, own_state)  # last: restoring something else may draw some
-    if engine.is_main_process:
-        if how.optimizer and how.hyperparameters == "checkpoint":
-            _warn_about_replaced(run, configured_groups, how)
-        logger.info("resumed from %s: epoch %d, step %d", loaded.path, run.state.epoch, run.state.step)
+        A user's own loop does the same in :meth:`engine.engine_snapshot.EngineCheckpoints.load`, without hooks.
+        """
+        run, loaded, how, hooks = self._run, self._loaded, self._how, self._hooks
+        engine, snapshot = run.engine, run.snapshot
+        run.checkpoints.folder.take_over(loaded.shared.get("postponed", []), loaded.path)
+        engine.snapshot.restore_seed(loaded)
+        snapshot.restore_order(loaded)
+        engine.snapshot.restore_shared(loaded)  # the loss scaler, the window, registered objects
+        snapshot.restore_shared(loaded)  # counters, logged values, the data module, callbacks
+        if loaded.saved_by_run:
+            hooks.before_weights()
+        snapshot.load_weights(loaded, self._source, how.strict)
+        if loaded.saved_by_run:  # a checkpoint of a loop with Engine has no other weights
+            for name, tensors in run.other_weights().items():  # after the hooks, which may have added parameters
+                loaded.source.others.read_into(name, tensors)
+        configured_groups = snapshot.trained().hyperparameters() if how.optimizer else []
+        all_or_none(engine.group, partial(snapshot.check, loaded, how))  # raises on all ranks if it does on one
+        if how.optimizer:
+            snapshot.restore_optimizers(loaded, how)
+        own_state = engine.snapshot.own_state(loaded)
+        snapshot.restore_logged_values(loaded, own_state)
+        snapshot.restore_waiting_stops(loaded, own_state)
+        snapshot.restore_stream(loaded, own_state)
+        if loaded.saved_by_run:
+            hooks.after_weights(resumes=True)
+        engine.snapshot.restore_random_numbers(loaded, own_state)  # last: restoring something else may draw some
+        if engine.is_main_process:
+            if how.optimizer and how.hyperparameters == "checkpoint":
+                _warn_about_replaced(run, configured_groups, how)
+            logger.info("resumed from %s: epoch %d, step %d", loaded.path, run.state.epoch, run.state.step)
 
 
 def _warn_about_replaced(run: Run, configured_groups: list[list[dict[str, Any]]], how: Resume) -> None:
@@ -98,23 +150,16 @@ def _warn_about_replaced(run: Run, configured_groups: list[list[dict[str, Any]]]
         )
 
 
-def _load_entries(run: Run, loaded: Loaded) -> None:
-    """Call ``on_load_checkpoint`` with the entries that ``on_save_checkpoint`` has added; warn if no hook reads them."""
-    user_entries, hooks = loaded.shared["user"], run.hooks.on_load_checkpoint
-    entries = run.snapshot.entries(user_entries)
-    for hook in hooks:
-        hook(run, run.module, entries)
-    if user_entries and not hooks:
-        names = terminal_text(", ".join(map(str, user_entries)), one_line=True)
-        logger.warning(
-            "%s has entries of on_save_checkpoint (%s), and nothing here defines on_load_checkpoint: they are not read",
-            loaded.path,
-            names,
-        )
+def weights_and_state(run: Run, weights: str | None) -> tuple[str, ...]:
+    """The folders of a checkpoint whose ``weights`` are loaded, with what the module has saved beside them."""
+    return ("model", *(("state",) if LoadHooks.need_state(run) else ()), *weights_folder(weights))
 
 
-def load_weights(run: Run, checkpoint: str | Path | None, weights: str | None = None) -> None:
-    """Load only the parameters and buffers of a checkpoint, and its step, epoch and samples, with which an evaluation's values are logged.
+@contextmanager
+def loading_weights(
+    run: Run, checkpoint: str | Path | None, weights: str | None = None
+) -> Iterator[LoadedWeights | None]:
+    """Open a checkpoint whose weights an evaluation uses, and call the module's ``on_load_checkpoint``; ``None``: the module keeps its own.
 
     Args:
         weights: ``"trained"``, or the name of other weights; ``None``: those that the checkpoint's score was measured with.
@@ -122,22 +167,47 @@ def load_weights(run: Run, checkpoint: str | Path | None, weights: str | None = 
     if checkpoint is None and weights is not None:
         raise ValueError(f"weights={weights!r} are those of a checkpoint: give it with checkpoint=...")
     if checkpoint is None:
+        yield None
         return
-    folders = ("model", *weights_folder(weights))
-    with opening(
-        run.engine.group, *run.checkpoints.run_folder.source(str(checkpoint)), folders, "checkpoint"
-    ) as loaded:
-        run.snapshot.load_weights(loaded, True, weights)
-        run.checkpoints.loaded_from = loaded.path
-        counters = loaded.manifest.get("counters")
-        if isinstance(counters, dict):
+    where, what = run.checkpoints.run_folder.source(str(checkpoint))
+    with opening(run.engine.group, where, what, weights_and_state(run, weights), "checkpoint") as loaded:
+        loaded_weights = LoadedWeights(run, loaded, weights)
+        loaded_weights.before_set_up()
+        yield loaded_weights
+
+
+class LoadedWeights:
+    """The weights of an open checkpoint for a module, and what the module has saved beside them. ``weights``: their name."""
+
+    def __init__(self, run: Run, loaded: Loaded, weights: str | None) -> None:
+        self._run, self._loaded = run, loaded
+        self._source = run.snapshot.source_of(loaded, weights)
+        self._hooks = LoadHooks(run, loaded, self._source)
+
+    def before_set_up(self) -> None:
+        """Take over the checkpoint's step, epoch and samples, with which an evaluation's values are logged; restore the data module, and call the
+        module's ``on_load_checkpoint``."""
+        counters, state = self._loaded.manifest.get("counters"), self._run.state
+        if isinstance(counters, dict) and self._run.stage != "fit":
             for name in ("step", "epoch", "samples"):
                 if type(value := counters.get(name)) is int and value >= 0:
-                    setattr(run.state, name, value)
+                    setattr(state, name, value)
+        if LoadHooks.need_state(self._run):
+            self._hooks.restore_datamodule(strict=True)
+            self._hooks.before_set_up()
+
+    def load(self) -> None:
+        """Load parameters and buffers, and call the module's ``on_checkpoint_loaded``."""
+        run = self._run
+        run.snapshot.load_weights(self._loaded, self._source, True)
+        self._hooks.after_weights(resumes=False)
+        if run.stage != "fit":
+            run.checkpoints.loaded_from = self._loaded.path
 
 
 def reload_best(run: Run) -> None:
-    """Load the weights of the best checkpoint after the training, if ``reload_best`` is set; all ranks call this together."""
+    """Load the weights of the best checkpoint after the training, and what the module has saved beside them, if ``reload_best`` is set; all ranks
+    call this together."""
     best = run.checkpoints.best
     if not run.settings.reload_best or run.settings.fast_dev_run or run.preempted:
         return
@@ -145,7 +215,10 @@ def reload_best(run: Run) -> None:
         logger.warning("reload_best=True: no checkpoint has a score, so the module keeps its last weights")
         return
     run.wait_for_checkpoint()
-    with opening(run.engine.group, run.checkpoints.folder.storage, str(best), ("model", WEIGHTS)) as loaded:
+    folders = weights_and_state(run, None)
+    with opening(run.engine.group, run.checkpoints.folder.storage, str(best), folders) as loaded:
         names = dict.fromkeys(loaded.source.others.names)
         weights = loaded.manifest.get(SCORED_WITH) or run.snapshot.scored_with(names, None)
-        run.snapshot.load_weights(loaded, True, weights)
+        loaded_weights = LoadedWeights(run, loaded, weights)
+        loaded_weights.before_set_up()
+        loaded_weights.load()

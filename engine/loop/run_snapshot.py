@@ -81,6 +81,7 @@ class RunSnapshot:
             "items": self.items.total(),
             "val_every": self.intervals.validation.state_dict(),
             "datamodule": None if self.datamodule is None else self.datamodule.state_dict(),
+            "datamodule_kind": None if self.datamodule is None else type(self.datamodule).__qualname__,
             "hparams": _storable(self.module.hparams),
             "hparams_name": self.module.hparams_name,
             "datamodule_hparams": _storable(getattr(self.datamodule, "hparams", {})),
@@ -166,9 +167,12 @@ class RunSnapshot:
 
     # -- restoring ------------------------------------------------------------------------------------------------------------------------
 
-    def load_weights(self, loaded: Loaded, strict: bool, weights: str | None) -> None:
-        """Load parameters and buffers. ``weights``: ``"trained"`` or another name; ``None``: the weights that the score was measured with."""
-        source = loaded.source if weights == TRAINED else Source(loaded.opened, weights)
+    def source_of(self, loaded: Loaded, weights: str | None) -> Source:
+        """The ``weights`` of a checkpoint: ``"trained"`` or another name; ``None``: those that the score was measured with."""
+        return loaded.source if weights == TRAINED else Source(loaded.opened, weights)
+
+    def load_weights(self, loaded: Loaded, source: Source, strict: bool) -> None:
+        """Load parameters and buffers from ``source``, the weights of :meth:`source_of`."""
         if source.weights != TRAINED and self.engine.is_main_process:
             logger.info("%s: its weights %r are loaded", loaded.path, source.weights)
         report = self.engine.strategy.load_model(self.module, source, strict and self.module.strict_loading)
@@ -181,13 +185,17 @@ class RunSnapshot:
         if seed is not None and train is not None:
             train.reseed(seed, loaders[0].get("order") if loaders else None)
 
+    def restore_counters(self, loaded: Loaded) -> None:
+        """Restore the counters that a run has saved."""
+        loaded.load_into("the counters", self.state.restore, loaded.shared["state"])
+
     def restore_shared(self, loaded: Loaded) -> None:
         """Restore the counters, logged values, intervals, data module and callbacks."""
         shared = loaded.shared
         if not loaded.saved_by_run:
             self.state.restore(asdict(self._state_of_loop(loaded)))
             return
-        loaded.load_into("the counters", self.state.restore, shared["state"])
+        self.restore_counters(loaded)
         self.logbook.metrics.update(shared["metrics"])
         self.stopwatch.seconds_before = shared["elapsed_s"]
         self.items.restore(shared.get("items"))

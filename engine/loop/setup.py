@@ -23,6 +23,7 @@ from engine.loop.loaders import RunData
 from engine.loop.method_arguments import accepting
 from engine.loop.model_building import build_model
 from engine.loop.optimization import Optimization
+from engine.loop.pending_set_up import PendingSetUp
 from engine.loop.run import Run
 from engine.loop.steps import AutomaticOptimization, ManualOptimization, PipelinedOptimization
 from engine.metrics.torchmetrics_values import connect_metrics
@@ -133,6 +134,18 @@ def _warn(run: Run, message: str) -> None:
     """Warn once, on the main process only, because the message is the same on all ranks."""
     if run.is_main_process:
         warn_once(message)
+
+
+class TrainingSetUp(PendingSetUp):
+    """:func:`set_up_training`, once."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._is_done = run, False
+
+    def complete(self) -> None:
+        if not self._is_done:
+            self._is_done = True
+            set_up_training(self._run)
 
 
 def set_up_training(run: Run) -> None:

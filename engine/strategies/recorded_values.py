@@ -111,7 +111,7 @@ class View:
     @classmethod
     def of(cls, tensor: Tensor, memory: Memory) -> View:
         flags = (tensor.is_conj(), tensor.is_neg())
-        return cls(memory, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), flags)
+        return cls(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), flags)
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor on a ``storage`` that stands for the memory."""
@@ -576,4 +576,5 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    values: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return zlib.crc32(values)
