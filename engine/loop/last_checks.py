@@ -54,7 +54,8 @@ def report_nonfinite(run: Run) -> None:
     if names and run.is_main_process:
         logger.warning(
             "the training ends at step %d with weights that are NaN or infinite: %s%s. Continue from an earlier checkpoint; "
-            "Fit(on_nonfinite='raise') ends a run at the first such step and names the parameters, 'skip' leaves such steps out, detect_anomaly=True finds the operation",
+            "Fit(on_nonfinite='raise') ends a run at the first such step and names the parameters, 'skip' leaves such steps out, "
+            "detect_anomaly=True finds the operation",
             run.step,
             ", ".join(names[:MOST]),
             f" and {len(names) - MOST} more" if len(names) > MOST else "",
