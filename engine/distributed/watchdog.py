@@ -99,8 +99,8 @@ class Watchdog:
     writes the report to standard error and exits with status 1, or 143 after a SIGTERM. A single process only logs its position.
 
     Where all ranks wait, in collectives or for their devices, nothing will change by itself. After :data:`WAIT_S` without progress they are named,
-    and the run goes on; with a SIGTERM on one of them, which they cannot honour, they end after :data:`GRACE_S`. Both times are twice the longest pause
-    between two batches so far, if that is longer. A rank that works, as one that saves a checkpoint, postpones both.
+    and the run goes on; with a SIGTERM on one of them, which they cannot honour, they end after :data:`GRACE_S`. Both times are twice the longest
+    pause between two batches so far, if that is longer. A rank that works, as one that saves a checkpoint, postpones both.
     A thread that a debugger holds does not count as hanging.
     """
 
