@@ -112,8 +112,8 @@ class FileSystem:
             return
         if not self._call(self._files.exists, bucket):
             raise FileNotFoundError(
-                f"{terminal_text(without_query(self._url))}: there is no bucket {bucket!r}, or it may not be read with the access that fsspec was given. "
-                "Check its name, or create it: a run creates none"
+                f"{terminal_text(without_query(self._url))}: there is no bucket {bucket!r}, or it may not be read with the access that fsspec "
+                "was given. Check its name, or create it: a run creates none"
             )
         self._found_buckets.add(bucket)
 

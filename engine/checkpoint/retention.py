@@ -12,6 +12,7 @@ from engine.checkpoint.files import DamagedCheckpoint, is_entry
 from engine.checkpoint.manifest import SHARED
 from engine.checkpoint.storage import Storage
 from engine.checkpoint.storage_paths import split_path
+from engine.distributed import failures
 from engine.distributed.agreement import Agreement
 from engine.distributed.group import Group
 from engine.utils.log import logger
@@ -143,7 +144,7 @@ class CheckpointFolder:
             return
         self._failures += 1
         self.lost.add(name)
-        message = f"checkpoint {name} was not written: {type(error).__name__}: {error}"
+        message = f"checkpoint {name} was not written: {failures.told(error)}"
         if self._failures >= self.max_failures:
             self._error = RuntimeError(
                 f"{message} ({self._failures} failure(s) in a row). Earlier checkpoints are unchanged"

@@ -21,6 +21,7 @@ from engine.checkpoint.manifest import FOLDERS, JOINED, OTHER_WEIGHTS, WEIGHTS, 
 from engine.checkpoint.retention import CheckpointFolder
 from engine.checkpoint.staging import Staging
 from engine.checkpoint.storage import Draft, Packed
+from engine.distributed import failures
 from engine.distributed.collectives import all_or_none, gather_json
 from engine.distributed.group import Group
 from engine.utils import device_copies
@@ -179,7 +180,7 @@ class CheckpointWriter:
         except Exception as error:
             if not failed:
                 raise
-            logger.error("the checkpoint in progress was abandoned: %s: %s", type(error).__name__, error)
+            logger.error("the checkpoint in progress was abandoned: %s", failures.told(error))
             self._staging = None  # not freed here: the thread still reads it
         with self._lock:
             if self._thread is not None:

@@ -13,7 +13,7 @@ _writing_end = -1  # of the pipe that is installed in this process
 class EarlySignals:
     """Sees SIGTERM from any thread. A rank that waits in a collective runs Python's handler only afterwards, which may be never.
 
-    Inside the block Python's own part of each handler writes the signal's number into a pipe, and :attr:`terminated` reads it. A pipe that the program
+    Inside the block the interpreter writes the number of each signal into a pipe at once, and :attr:`terminated` reads it. A pipe that the program
     has installed (``signal.set_wakeup_fd``, as asyncio does) stays; then only :meth:`note` tells.
     """
 

@@ -24,10 +24,12 @@ from engine.utils.errors import INTERRUPTED, TERMINATED, HangError, RankError
 from engine.utils.helper_threads import HelperThread
 
 # Texts in errors of gloo, NCCL and the store when the other side of a connection is gone.
-_PEER_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "nccl")
+_CLOSED = ("connection closed by peer", "connection reset by peer", "broken pipe")
+_PEER_GONE = (*_CLOSED, "gloo", "nccl")
 
 LOST = "lost another rank"
 """The start of the line that is shown for an error that only says that another rank is gone."""
+_GONE = f"{LOST}: its process, its machine or the network to it is gone"
 
 _attached: set[str] = set()
 
@@ -117,7 +119,7 @@ class Uncaught:
         if isinstance(error, (RankError, HangError)) and blames_peer(error):
             text = f"{kind.__name__}: {error}"  # its message already names the other rank and its position
         elif blames_peer(error):
-            text = f"{LOST}: {last_line(error)}"
+            text = _GONE if _is_closed_connection(error) else f"{LOST}: {last_line(error)}"
         else:
             text = "".join(traceback.format_exception(error))
         prefix = "" if isinstance(error, RankError) else f"[rank{environment.rank}]: "  # torch's mark
@@ -148,6 +150,15 @@ def show_interrupts_no_longer(environment: Environment) -> None:
 def is_shown_by_rank_0(environment: Environment) -> bool:
     """Whether rank 0 has started this rank and is still running, so that rank 0 shows this rank's failure."""
     return environment.parent_pid is not None and os.getppid() == environment.parent_pid
+
+
+def told(error: BaseException) -> str:
+    """An error as the end of a message: its type and text. gloo says in three sentences that another rank is gone; that is one here."""
+    return _GONE if _is_closed_connection(error) else f"{type(error).__name__}: {error}"
+
+
+def _is_closed_connection(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _CLOSED)
 
 
 def last_line(error: BaseException) -> str:

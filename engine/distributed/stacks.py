@@ -1,9 +1,9 @@
 """The positions of this process's threads: full stacks, and the one line that says most about the training.
 
 The threads run on while their frames are read. On CPython 3.11 reading ``f_back`` makes a frame object, which may start a garbage collection; a
-finalizer in it may let the other thread run, whose frame is then gone: ``f_back`` returns an arbitrary object, or the interpreter crashes. So stacks are
-read by ``faulthandler`` (:func:`_lines_of_threads`), which makes no objects and lets no other thread run. What it does not show, locals and the call within a
-line, is read from frames while no collection starts (:func:`_frames`); once a frame object exists it stays valid.
+finalizer in it may let the other thread run, whose frame is then gone: ``f_back`` returns an arbitrary object, or the interpreter crashes. So
+stacks are read by ``faulthandler`` (:func:`_lines_of_threads`), which makes no objects and lets no other thread run. What it does not show, locals
+and the call within a line, is read from frames while no collection starts (:func:`_frames`); once a frame object exists it stays valid.
 """
 
 from __future__ import annotations

@@ -98,9 +98,9 @@ class Watchdog:
     With several ranks a stall ends the process: :class:`HangError` is raised in the training's thread. If the thread does not react, the process
     writes the report to standard error and exits with status 1, or 143 after a SIGTERM. A single process only logs its position.
 
-    Where all ranks wait, in collectives or for their devices, nothing will change by itself. :data:`WAIT_S` without progress they are named, and the run
-    goes on; with a SIGTERM on one of them, which they cannot honour, they end after :data:`GRACE_S`. Both times are twice the longest pause between two
-    batches so far, if that is longer. A rank that works, as one that saves a checkpoint, postpones both.
+    Where all ranks wait, in collectives or for their devices, nothing will change by itself. After :data:`WAIT_S` without progress they are named,
+    and the run goes on; with a SIGTERM on one of them, which they cannot honour, they end after :data:`GRACE_S`. Both times are twice the longest
+    pause between two batches so far, if that is longer. A rank that works, as one that saves a checkpoint, postpones both.
     A thread that a debugger holds does not count as hanging.
     """
 
@@ -255,8 +255,8 @@ class Watchdog:
             for rank, note in enumerate(notes):
                 positions.setdefault(note["at"], []).append(rank)
             logger.warning(
-                "no batch was finished for %.3g s, and all ranks wait, for each other or for their devices: a rank has perhaps made a call that all must "
-                "make together (a collective, such as run.latest_metrics() or a save), or left one out. The run ends if this lasts for %.3g s\n%s",
+                "no batch was finished for %.3g s, and all ranks wait, for each other or for their devices: a rank has perhaps made a call that all "
+                "must make together (a collective, such as run.latest_metrics() or a save), or left one out. The run ends after %.3g s of this\n%s",
                 self._still_s,
                 self._limit_s,
                 "\n".join(_position_lines(positions)),
@@ -441,7 +441,8 @@ class SetupWatch:
     """Watches the calling thread while a run is being set up, until :meth:`stop`: where hooks, loggers and loaders do as they like.
 
     A thread that waits for :data:`SETUP_IDLE_S`, and not for other ranks, is reported once with its position. After a SIGTERM the set-up has
-    :data:`GRACE_S` left; then the process ends with status 143. There is nothing to save yet, and a call that does not return keeps handlers from running.
+    :data:`GRACE_S` left; then the process ends with status 143. There is nothing to save yet, and a call that does not return keeps handlers from
+    running.
 
     Args:
         signals: says whether this process has got SIGTERM.
@@ -476,7 +477,9 @@ class SetupWatch:
             self._idle_s = self._terminated_s = 0.0
         elif is_over:
             try:
-                text = f"SIGTERM: the run was still being set up after {GRACE_S:g} s, at {position.line}; the process ends"
+                text = (
+                    f"SIGTERM: the run was still being set up after {GRACE_S:g} s, at {position.line}; the process ends"
+                )
                 print(terminal_text(text), file=sys.stderr, flush=True)
                 sys.stdout.flush()
             finally:

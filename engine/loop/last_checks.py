@@ -44,8 +44,8 @@ def without_loss(run: Run) -> str:
 def report_nonfinite(run: Run) -> None:
     """Warn if the training has left weights that are not finite, and set :attr:`engine.loop.run.Run.nonfinite`. Waits for the device.
 
-    A loss that is NaN makes the weights NaN, and they stay it. So this finds what has happened between log boundaries, and what no loss shows: in manual
-    optimization, or in the running statistics of batch norms, which a skipped step has changed, too.
+    A loss that is NaN makes the weights NaN, and they stay NaN. So this finds what has happened between log boundaries, and what no loss shows: in
+    manual optimization, or in the running statistics of batch norms, which a skipped step has changed, too.
     """
     if not run.state.step:
         return
@@ -53,8 +53,9 @@ def report_nonfinite(run: Run) -> None:
     run.nonfinite = tuple(names[:MOST])
     if names and run.is_main_process:
         logger.warning(
-            "the training ends at step %d with weights that are NaN or infinite: %s%s. Continue from an earlier checkpoint; Fit(on_nonfinite='raise') "
-            "ends a run at the first such step and names the parameters, 'skip' leaves such steps out, detect_anomaly=True finds the operation",
+            "the training ends at step %d with weights that are NaN or infinite: %s%s. Continue from an earlier checkpoint; "
+            "Fit(on_nonfinite='raise') ends a run at the first such step and names the parameters, 'skip' leaves such steps out, "
+            "detect_anomaly=True finds the operation",
             run.step,
             ", ".join(names[:MOST]),
             f" and {len(names) - MOST} more" if len(names) > MOST else "",

@@ -54,8 +54,8 @@ class SkippedSteps:
             else f"max_skipped_steps={self.limit} in a row are an error"
         )
         logger.warning(
-            "an optimizer step was skipped, because a gradient is not finite (%s)%s. Later ones are only counted (skipped_steps in the metrics and the "
-            "result), and %s",
+            "an optimizer step was skipped, because a gradient is not finite (%s)%s. Later ones are only counted (skipped_steps in the metrics and "
+            "the result), and %s",
             reason,
             where,
             most,

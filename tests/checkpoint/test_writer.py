@@ -23,6 +23,7 @@ from callbacks import ModelCheckpoint
 from engine import Callback, Engine
 from engine.checkpoint import writer
 from engine.checkpoint.staging import Staging
+from engine.checkpoint.writer import CheckpointWriter
 
 
 class Gate:
@@ -244,6 +245,22 @@ def test_a_failure_is_told_by_wait(tmp_path: Path) -> None:
     assert folder.lost == {"a"}
     writes.wait(folder)
     writes.close(folder)
+
+
+def test_an_error_of_the_thread_itself_is_told_by_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> None:
+        raise SystemExit("planted")
+
+    writes, folder = new_writer(), new_folder(tmp_path)
+    with monkeypatch.context() as planted:
+        planted.setattr(CheckpointWriter, "_run", fails)
+        writes.save(folder, new_content(), save_request("a", asynchronous=True))
+        with pytest.raises(RuntimeError, match="checkpoint a was not written: SystemExit: planted"):
+            writes.wait(folder)
+    writes.save(folder, new_content(), save_request("b", asynchronous=True))
+    writes.close(folder)
+    assert folder.lost == {"a"}
+    assert (tmp_path / "b").is_dir()
 
 
 @pytest.mark.parametrize("place", ["local", "memory"])

@@ -1,10 +1,12 @@
 import contextlib
 import json
 import os
+import sys
 import threading
 
 import pytest
 import torch.distributed as dist
+from support.internals import new_folder
 from support.ranks import run_ranks
 
 from engine.distributed import failures
@@ -177,3 +179,23 @@ def test_an_interrupt_is_armed_again_by_another_thread() -> None:
     thread.join(60)
     ended.set()
     assert seen == [thread.ident]
+
+
+CLOSED = RuntimeError(
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is typically caused by a remote worker "
+    "crashing. Check the logs of the remote worker before reporting an error. GLHF!"
+)
+
+
+def test_a_lost_rank_is_told_in_one_sentence(tmp_path, capsys, caplog):
+    gone = "lost another rank: its process, its machine or the network to it is gone"
+    environment = Environment("torchrun", 0, 2, 0, 2)
+    failures.Uncaught(environment, sys.__excepthook__)(RuntimeError, CLOSED, None)
+    assert capsys.readouterr().err == f"[rank0]: {gone}\n"
+    folder = new_folder(tmp_path)
+    folder.max_failures = 2
+    folder.ended("step=1", CLOSED)
+    assert f"checkpoint step=1 was not written: {gone}; training" in caplog.text
+    mismatch = RuntimeError("gloo: op.preamble.length <= op.nbytes. 16 vs 4")  # is not a closed connection
+    failures.Uncaught(environment, sys.__excepthook__)(RuntimeError, mismatch, None)
+    assert "16 vs 4" in capsys.readouterr().err

@@ -226,8 +226,9 @@ def test_progress_is_no_stall(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
 
 
+@pytest.mark.parametrize("kind", [AttributeError, SystemExit])
 def test_a_look_that_raises_is_logged_once_and_does_not_end_the_watch(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: type[BaseException], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     looks = 0
 
@@ -236,7 +237,7 @@ def test_a_look_that_raises_is_logged_once_and_does_not_end_the_watch(
         if threading.current_thread() is not threading.main_thread():
             looks += 1
             if looks in (1, 2):
-                raise AttributeError("'int' object has no attribute 'f_globals'")
+                raise kind("'int' object has no attribute 'f_globals'")
         return 0
 
     with caplog.at_level(logging.WARNING, "engine"):
@@ -248,6 +249,37 @@ def test_a_look_that_raises_is_logged_once_and_does_not_end_the_watch(
     assert "no batch was finished" in caplog.text
     assert caplog.text.count("the watchdog could not look at the training") == 1
     assert "f_globals" in caplog.text
+
+
+def test_the_report_comes_although_stacks_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise OSError("planted")
+
+    monkeypatch.setattr(stacks, "_lines_of_threads", fails)
+    with caplog.at_level(logging.WARNING, "engine"):
+        dog = Watchdog(group_of_one(), lambda: 0, first_s=0.3, limit_s=0.7, directory=tmp_path / "hang")
+        deadline = time.monotonic() + PATIENCE_S
+        while "no batch was finished" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.05)
+    dog.stop()
+    assert "the training is at (unknown, OSError: planted)" in caplog.text
+    assert "could not look" not in caplog.text
+    assert (tmp_path / "hang" / "rank=0.txt").read_text() == "the stacks cannot be read: OSError: planted\n"
+
+
+def test_a_report_makes_no_frames_of_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> Any:
+        raise AssertionError("frames are walked")
+
+    def named_一() -> None:
+        threading.Event().wait()
+
+    monkeypatch.setattr(stacks, "_frames", refused)
+    assert "named_一" in standing(named_一, "waiter.acquire").line
+    assert "in named_一" in stacks.all_threads()
+    assert "threading.Event().wait()" in stacks.all_threads()
 
 
 BESIDE_COLLECTIONS = """

@@ -33,6 +33,12 @@ class Terminate(logging.Handler):
         if "all ranks wait" in record.getMessage():
             os.kill(int(Path(root, f"pid{mode[-1]}").read_text()), signal.SIGTERM)
 
+if mode == "planted":
+    callbacks = [Alone()]
+    def look(self):
+        raise SystemExit("planted")
+    if os.environ["RANK"] == "1":
+        watchdog.Watchdog.look = look
 if mode.startswith("alone"):
     watchdog.WAIT_S = watchdog.GRACE_S = 2.0
     for handler in (logging.StreamHandler(), Terminate()):
@@ -77,7 +83,8 @@ class Net(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 options = {"debug": True} if mode in ("shapes", "dtypes", "missing", "fine") else {}
-fit = Fit(max_epochs=1, accelerator="cpu", callbacks=callbacks, timeout="10 min" if callbacks else "2 s", check=mode == "fine", root_dir=root, log_every_n_steps=1, **options)
+timeout = "10 min" if mode.startswith("alone") else "2 s"
+fit = Fit(max_epochs=1, accelerator="cpu", callbacks=callbacks, timeout=timeout, check=mode == "fine", root_dir=root, log_every_n_steps=1, **options)
 result = fit.run(Net(), DataLoader(TensorDataset(torch.randn(64, 4)), 4, shuffle=True))
 report(result.step)
 """
@@ -164,6 +171,15 @@ def test_ranks_that_wait_for_each_other_are_named_and_end_after_sigterm(terminat
     assert "in on_train_batch_start: run.latest_metrics()  # the call that one rank makes" in told
     assert "waits: rank 1: " in told
     assert "SIGTERM has come, and no batch was finished for " in told
+
+
+def test_a_living_rank_whose_watchdog_fails_is_not_called_lost(tmp_path: Path) -> None:
+    ran = run("planted", tmp_path)
+    assert [rank.returncode for rank in ran] == [1, 1]
+    assert "lost: rank 1" not in ran[0].stderr
+    silent = next(line for line in ran[0].stderr.splitlines() if "silent: rank 1 (host " in line)
+    assert "its process runs, but its watchdog gives no answer" in silent
+    assert ran[1].stderr.count("the watchdog could not look at the training") == 1
 
 
 def test_check_and_debug_let_a_sound_run_pass(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ranks import clean_environment, run_ranks
+from support.ranks import clean_environment, run_ranks, run_script
 
 SCRIPT = """
 import os, signal, sys, time
@@ -81,3 +81,35 @@ def test_processes_that_fit_has_started(tmp_path: Path) -> None:
     assert "RankError" not in done.stderr
     assert len(names(tmp_path)) == 1
     assert os.environ.get("RANK") is None
+
+
+HANGS = """
+import logging, os, signal, sys, time
+sys.path.insert(0, sys.argv[2])
+from callbacks.loggers.base import Logger
+from engine.distributed import watchdog
+from support.toys import Weight, fit, ones
+
+class Terminate(logging.Handler):
+    def emit(self, record):
+        if "still being set up" in record.getMessage():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+class Hangs(Logger):
+    def open(self, run):
+        while True:
+            time.sleep(600)
+
+watchdog.SETUP_IDLE_S = watchdog.GRACE_S = 1.0
+for handler in (logging.StreamHandler(), Terminate()):
+    logging.getLogger("engine").addHandler(handler)
+fit(sys.argv[1], callbacks=Hangs()).run(Weight(), ones(2))
+"""
+
+
+def test_a_logger_that_does_not_open_is_named_and_ends_with_the_run(tmp_path: Path) -> None:
+    ran = run_script(HANGS, tmp_path, Path(__file__).parents[1], check=False, forked=True)
+    assert ran.returncode == 143
+    assert "the run is still being set up: for " in ran.stderr
+    assert "in open: time.sleep(600)" in ran.stderr
+    assert "SIGTERM: the run was still being set up after 1 s, at " in ran.stderr

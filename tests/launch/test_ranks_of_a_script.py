@@ -47,6 +47,24 @@ def test_the_calling_process_goes_on_with_the_trained_module(tmp_path: Path) -> 
     assert ran.value == [None, -36.0, 8, "completed", [{"test": 4.5}]]
 
 
+PLANTED = """
+import sys
+from engine.launch.script_ranks import ScriptRanks
+
+def fails(self):
+    raise SystemExit("planted")
+
+ScriptRanks._await_failure = fails
+"""
+
+
+@pytest.mark.slow
+def test_a_job_whose_ranks_nobody_watches_ends(tmp_path: Path) -> None:
+    ran = run_script(PLANTED + SCRIPT, tmp_path, "endless", check=False, forked=True)
+    assert ran.returncode == 1
+    assert "the thread that watches the ranks has failed: SystemExit: planted" in ran.stderr
+
+
 @pytest.mark.parametrize(
     ("how", "told"),
     [

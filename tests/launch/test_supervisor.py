@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
 from pathlib import Path
 
+import pytest
 from support.commands import alive
 from support.ranks import PATIENCE_S
 
+from engine.launch.output import Output
 from engine.launch.supervisor import CommandRank, Supervisor
 
 
@@ -43,3 +46,45 @@ def test_a_rank_that_has_failed_by_itself_stays_so(tmp_path: Path) -> None:
         supervisor.close()
     assert [(rank.exit_code, rank.failed) for rank in ranks] == [(3, True), (-signal.SIGTERM, False)]
     assert 0 < ranks[0].ended_at <= ranks[1].ended_at
+
+
+# -- helper threads that fail -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_whose_end_cannot_be_seen_counts_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(self: CommandRank) -> int:
+        raise ChildProcessError("planted")
+
+    monkeypatch.setattr(CommandRank, "wait", fails)
+    with subprocess.Popen(["sleep", "0"]) as process:
+        rank = CommandRank(0, 0, process, tmp_path)
+        supervisor = Supervisor([rank])
+        assert supervisor.changed.wait(PATIENCE_S)
+        supervisor.close()
+    assert (rank.exit_code, rank.failed) == (1, True)
+    assert caplog.text.count("the thread fit-rank-0 has failed with ChildProcessError: planted") == 1
+
+
+def test_output_is_read_on_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reads, failures = Output._read, iter([True, True])
+
+    def fails_twice(self: Output, stream: object) -> int:
+        if next(failures, False):
+            raise MemoryError("planted")
+        return reads(self, stream)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Output, "_read", fails_twice)
+    output = Output(tmp_path, None)
+    (streams,) = output.open([0], 1)
+    for descriptor in streams:
+        os.write(descriptor, b"a line\n")  # type: ignore[arg-type]
+    deadline = time.monotonic() + PATIENCE_S
+    while (tmp_path / "rank=0.log").read_text().count("a line") < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    output.close()
+    assert caplog.text.count("the thread fit-output has failed with MemoryError: planted") == 1

@@ -17,6 +17,7 @@ from support.toys import Weight, fit, ones
 from callbacks import ModelCheckpoint
 from callbacks.loggers import PlainLogger
 from callbacks.loggers.base import Logger, Moment
+from callbacks.loggers.sender import Sender
 from engine import Run
 
 
@@ -96,6 +97,19 @@ def test_whatever_ends_a_loggers_thread_is_told(
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert said == ["Dies failed; the run continues without it: away"]
     assert dies.sent == [("open", "fit"), (1, 0, "loss"), "completed"]
+
+
+def test_an_error_of_the_thread_itself_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(self: Sender, item: Any) -> bool:
+        raise SystemExit("planted")
+
+    monkeypatch.setattr(Sender, "_try_call", fails)
+    assert fit(tmp_path, max_steps=4, log_every_n_steps=1, callbacks=Notes()).run(Logs(), ones(4)).step == 4
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 1
+    assert said[0].startswith("Notes failed in its thread; the run continues without it, and what waited (")
 
 
 def test_a_plain_logger_that_fails_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
