@@ -299,7 +299,7 @@ class LRSweep:
         Raises:
             ModuleNotFoundError: matplotlib is needed and not installed.
         """
-        path = Path(path)
+        path = Path(path).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix.lower() == ".svg":
             path.write_text(self._svg(self.estimate() if suggest else None), encoding="utf-8")

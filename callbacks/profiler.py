@@ -201,7 +201,7 @@ class Profiler(Callback):
             _log.info("Profiler: %d micro-batches until step %d, in %s\n%s", recorded, run.step, path.parent, table)
 
     def _folder(self, run: Run) -> Path:
-        folder = run.folder / "profiler" if self.dirpath is None else Path(self.dirpath)
+        folder = run.folder / "profiler" if self.dirpath is None else Path(self.dirpath).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 

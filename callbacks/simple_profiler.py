@@ -104,7 +104,7 @@ class SimpleProfiler(Callback):
             else:  # nobody has configured logging, and the table was asked for
                 print(f"SimpleProfiler ({stage}): {summary}", file=sys.stderr, flush=True)
         if self.filename is not None:
-            folder = run.folder if self.dirpath is None else Path(self.dirpath)
+            folder = run.folder if self.dirpath is None else Path(self.dirpath).expanduser()
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{stage}-{self.filename}-{run.rank}.txt").write_text(summary + "\n")
 

@@ -50,6 +50,7 @@ from engine.transforms.float8 import FP8, Layers
 from engine.utils import accelerator
 from engine.utils.extensions import with_advice
 from engine.utils.parameters import parameters_of
+from engine.utils.paths import expanded
 
 
 @with_advice
@@ -616,7 +617,8 @@ class Engine:
             The paths of the files; empty except on the main process.
         """
         state = self.get_state_dict(model)
-        return export_tensors(state, Path(save_directory), max_shard_size=max_shard_size) if self.group.is_main else []
+        directory = Path(expanded(save_directory))
+        return export_tensors(state, directory, max_shard_size=max_shard_size) if self.group.is_main else []
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Full parameters and buffers of a prepared model by name, on the main process (other ranks may get fewer); all ranks call this."""

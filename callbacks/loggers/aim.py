@@ -40,7 +40,7 @@ class AimLogger(Logger):
                 unless ``capture_terminal_logs=True``.
         """
         super().__init__(retries=retries, waiting=waiting, patience_s=patience_s)
-        self.repo = "." if repo is None else str(repo)
+        self.repo = "." if repo is None else os.path.expanduser(repo)
         self.experiment_name = experiment
         self._options = {"capture_terminal_logs": False, "system_tracking_interval": None, **run}
         self._run: Any = None

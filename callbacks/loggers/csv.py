@@ -60,7 +60,7 @@ class CSVLogger(Logger):
                 f"CSVLogger(name={name!r}): name must be the name of a file without a folder, other than {_CONFIG}; give the folder as dir="
             )
         super().__init__(retries=0)
-        self.dir = None if dir is None else Path(dir)
+        self.dir = None if dir is None else Path(dir).expanduser()
         self.name = name
         self.path: Path | None = None
         """The path of the file; known from the start of the first run."""

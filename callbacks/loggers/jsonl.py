@@ -51,7 +51,7 @@ class JSONLLogger(Logger):
         if not name or Path(name).name != name:
             raise ValueError(f"JSONLLogger(name={name!r}): name must be the name of a file; give the folder as dir=")
         super().__init__(retries=0)
-        self.dir = None if dir is None else Path(dir)
+        self.dir = None if dir is None else Path(dir).expanduser()
         self.name = name
         self.path: Path | None = None
         """The path of the file; known from the start of the first run."""

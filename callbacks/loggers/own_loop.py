@@ -62,7 +62,7 @@ class LoggedLoop:
         is_main_process: bool = True,
     ) -> None:
         self.loggers = list(loggers)
-        self._loop_run = _LoopRun(Path(folder), hyperparameters or {}, is_main_process)
+        self._loop_run = _LoopRun(Path(folder).expanduser(), hyperparameters or {}, is_main_process)
         self._run = cast(Run, self._loop_run)
         self._module = nn.Module()  # loggers do not look at it
         for logger in self.loggers:

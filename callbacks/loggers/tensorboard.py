@@ -45,7 +45,7 @@ class TensorBoardLogger(Logger):
             retries, waiting, patience_s: as in :class:`Logger`.
         """
         super().__init__(retries=retries, waiting=waiting, patience_s=patience_s)
-        self.dir = None if dir is None else Path(dir)
+        self.dir = None if dir is None else Path(dir).expanduser()
         self.path: Path | None = None
         """The folder of the event files; known from the start of the first run."""
         self._new_writer: Any = None

@@ -52,7 +52,7 @@ class Report(Callback):
         Raises:
             ValueError: ``path`` is a folder, or does not end in ``.html``.
         """
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(path).expanduser()
         if self.path is not None and (self.path.suffix != ".html" or self.path.is_dir()):
             raise ValueError(f"Report(path={str(path)!r}): it must be the path of a file that ends in .html")
         self._record: Record | None = None

@@ -54,7 +54,9 @@ def write_report(
         raise ValueError(
             f"write_report(folders={list(folders)}, max_points={max_points}): give a folder, and at least 100 points"
         )
-    runs_by_folder = {run.folder.resolve(): run for folder in folders for run in runs_in(Path(folder), only)}
+    runs_by_folder = {
+        run.folder.resolve(): run for folder in folders for run in runs_in(Path(folder).expanduser(), only)
+    }
     runs = list(runs_by_folder.values())
     give_names(runs)
     evaluations = [run for run in runs if not run.trained]
@@ -63,7 +65,7 @@ def write_report(
         evaluations = []
     if path is None:
         path = runs[0].folder / "report.html" if len(runs) == 1 else Path(folders[0]) / "comparison.html"
-    path = Path(path)
+    path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:

@@ -340,8 +340,10 @@ def _last_part(path: str) -> str:
 
 
 def _checkpoints(folder: Path, recorded: Mapping[str, dict[str, Any]], best: str) -> list[dict[str, Any]]:
-    """Return the checkpoints that exist, oldest first: a kill may have come between a checkpoint and its entry in the record. ``best``: the name of the
-    one that was recorded as the best; the scores in the checkpoints are newer."""
+    """Return the checkpoints that exist, oldest first: a kill may have come between a checkpoint and its entry in the record.
+
+    ``best``: the name of the one that was recorded as the best. Scores in the checkpoints are newer.
+    """
     existing: dict[str, dict[str, Any]] = {}
     for name, checkpoint in recorded.items():
         places = Path(checkpoint["path"]), folder / "checkpoints" / name

@@ -28,6 +28,7 @@ from engine.checkpoint.storage import Incomplete, Storage
 from engine.checkpoint.storage_paths import split_path, storage_of
 from engine.checkpoint.tensor_files import TensorFiles, check_header
 from engine.config.secret_text import without_secrets
+from engine.utils.paths import expanded
 
 Entry = dict[str, Any]
 _PICKLE_FLAG = " --trust-pickle (without this flag no pickle, such as a file of torch.save, is read; with it, only its tensors and plain values)"
@@ -53,6 +54,7 @@ def folder_at(path: str | Path) -> Storage | None:
     Raises:
         NotADirectoryError: ``path`` is a file.
     """
+    path = expanded(path)
     if is_one_file(path):
         return None
     if "://" not in str(path) and Path(path).is_file():

@@ -22,6 +22,7 @@ from engine.checkpoint.remote_storage import outgoing
 from engine.checkpoint.state_forms import checked_form
 from engine.checkpoint.tensor_files import Stored, storable, write_tensors
 from engine.config.file_size import size_in_bytes
+from engine.utils.paths import expanded
 from engine.utils.text import terminal_text
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -143,7 +144,7 @@ def export_checkpoint(
         written = _write(sizes, read, directory, limit, publication.stem)
         published_files = _write_published(publication, directory, export_dtype)
         locations = [
-            str(file) if directory == Path(out) else f"{str(out).rstrip('/')}/{file.name}"
+            str(file) if directory == Path(expanded(out)) else f"{str(out).rstrip('/')}/{file.name}"
             for file in (*written, *published_files)
         ]
         return Exported(

@@ -18,6 +18,7 @@ from typing import Any
 from engine.checkpoint.files import CHUNK, DamagedCheckpoint, check_json_size, inside, open_file, parse_json, read_json
 from engine.checkpoint.local_storage import LocalStorage
 from engine.checkpoint.manifest import FOLDERS, MANIFEST, check_manifest
+from engine.utils.paths import expanded
 
 _HEAD = struct.Struct("<4s22xH2x")
 """The header of an archive's first entry: the signature, and the length of the name that follows."""
@@ -45,7 +46,7 @@ def is_one_file(path: str | Path) -> bool:
     if "://" in str(path):
         return False
     try:
-        descriptor = open_file(Path(path))
+        descriptor = open_file(Path(expanded(path)))
     except (OSError, ValueError):  # no such file, not a regular one, or a name that no file can have
         return False
     with os.fdopen(descriptor, "rb") as file:

@@ -26,6 +26,7 @@ from engine.checkpoint.files import (
 from engine.checkpoint.local_storage import read_manifest
 from engine.checkpoint.manifest import FOLDERS, JOINED, MANIFEST, check_manifest, manifest_of, next_serial
 from engine.checkpoint.storage import Draft, Incomplete, Storage
+from engine.utils.paths import expanded
 from engine.utils.text import has_password, terminal_text
 
 _WITH_BUCKETS = frozenset(
@@ -178,9 +179,10 @@ def local_copy(path: str | Path) -> Iterator[Path]:
         ValueError: fsspec does not know the protocol.
     """
     if "://" not in str(path):
-        if not Path(path).exists():
+        local_path = Path(expanded(path))
+        if not local_path.exists():
             raise FileNotFoundError(f"{path} does not exist")
-        yield Path(path)
+        yield local_path
         return
     files, inner = reach(str(path))
     if not files.exists(inner):
@@ -198,7 +200,7 @@ def local_copy(path: str | Path) -> Iterator[Path]:
 def outgoing(path: str | Path) -> Iterator[Path]:
     """Yield a local directory to write into: ``path`` itself, or a temporary one whose files are uploaded to the URL at the context's end."""
     if "://" not in str(path):
-        yield Path(path)
+        yield Path(expanded(path))
         return
     files, inner = reach(str(path))
     if files.exists(inner) and files.find(inner):

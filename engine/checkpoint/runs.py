@@ -30,6 +30,7 @@ from engine.checkpoint.storage import Storage
 from engine.checkpoint.storage_paths import storage_of
 from engine.utils.errors import FolderInUse
 from engine.utils.log import logger
+from engine.utils.paths import expanded
 
 RUN = "run.json"
 """The file in a run's folder that holds its :class:`RunRecord`."""
@@ -327,7 +328,7 @@ os.register_at_fork(after_in_child=_unlock_after_fork)
 
 def run_root_of(root: str | Path, subfolder: str = "") -> RunRoot:
     """The :class:`RunRoot` of a directory or a URL."""
-    return RemoteRunRoot(str(root), subfolder) if "://" in str(root) else LocalRunRoot(Path(root), subfolder)
+    return RemoteRunRoot(str(root), subfolder) if "://" in str(root) else LocalRunRoot(Path(expanded(root)), subfolder)
 
 
 class LocalRunRoot(RunRoot):

@@ -8,6 +8,7 @@ from engine.checkpoint.local_storage import LocalStorage
 from engine.checkpoint.one_file import OneFileStorage, is_one_file
 from engine.checkpoint.remote_storage import RemoteStorage
 from engine.checkpoint.storage import Storage
+from engine.utils.paths import expanded
 
 
 def storage_of(root: str | Path) -> Storage:
@@ -16,7 +17,7 @@ def storage_of(root: str | Path) -> Storage:
     Raises:
         ValueError: fsspec does not know the protocol, or the protocol's package is missing; the message says which.
     """
-    return RemoteStorage(str(root)) if "://" in str(root) else LocalStorage(Path(root))
+    return RemoteStorage(str(root)) if "://" in str(root) else LocalStorage(Path(expanded(root)))
 
 
 def split_path(path: str | Path) -> tuple[Storage, str]:
@@ -24,7 +25,7 @@ def split_path(path: str | Path) -> tuple[Storage, str]:
     if "://" in str(path):
         root, _, name = str(path).rstrip("/").rpartition("/")
         return RemoteStorage(root), name
-    local_path = Path(path)
+    local_path = Path(expanded(path))
     return (OneFileStorage if is_one_file(local_path) else LocalStorage)(local_path.parent), local_path.name
 
 

@@ -12,6 +12,7 @@ from engine.checkpoint.export import export_checkpoint
 from engine.checkpoint.one_file import pack_folder
 from engine.cli.annexes import annex
 from engine.cli.checkpoint import Answer, run_action, size_text
+from engine.utils.paths import expanded
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,7 +55,7 @@ def _convert(options: argparse.Namespace) -> Answer:
 
 
 def _pack(options: argparse.Namespace) -> Answer:
-    out = Path(options.out).absolute()
+    out = Path(expanded(options.out)).absolute()
     if out.exists():
         raise FileExistsError(f"{out} exists: choose another path, or remove it")
     if options.weights is not None and not options.pickle:

@@ -21,6 +21,7 @@ from engine.config.settings import Settings, checked_setting
 from engine.config.settings_file import document, documentation
 from engine.config.yaml_text import flow, write_atomically
 from engine.step.precision import Precision
+from engine.utils.paths import expanded
 
 if TYPE_CHECKING:
     from engine.compat.key_file import KeyFile
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _write(options: argparse.Namespace) -> int:
     """Write the file, from answers or from another trainer's file, once its settings are checked."""
-    path = Path(options.output)
+    path = Path(expanded(options.output))
     if path.exists() and not options.force:
         raise ValueError(f"{path} exists: give --force to overwrite it, or another --output")
     head: list[str] = []

@@ -18,6 +18,7 @@ from engine.config.file_size import size_in_bytes
 from engine.config.settings import KINDS
 from engine.launch.job import LaunchError, make_job
 from engine.utils.errors import nearest
+from engine.utils.paths import expanded
 
 _CONFIG = "the file of settings (default: $FIT_CONFIG, then ./fit.yaml if there is one)"
 """The help of ``--config``."""
@@ -457,7 +458,7 @@ def _check_page(name: str) -> None:
     """Raise an error for a page that cannot be written, before a plan that may take minutes."""
     if not name.endswith(".html"):
         raise UsageError(f"--page {name}: the page needs a name that ends in .html")
-    page = Path(name)
+    page = Path(expanded(name))
     folder = next(parent for parent in page.absolute().parents if parent.exists())
     if page.is_dir():
         raise UsageError(f"--page {name}: this is a folder; name a file")

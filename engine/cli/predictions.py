@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.checkpoint.tensor_files import serialize_tensors
 from engine.cli.terminal import UsageError
 from engine.utils.errors import nearest
+from engine.utils.paths import expanded
 
 ENDINGS = (".safetensors", ".jsonl")
 
@@ -27,7 +28,7 @@ def check_output(output: str | None) -> None:
     """
     if output is None:
         return
-    path = Path(output)
+    path = Path(expanded(output))
     if path.suffix not in ENDINGS:
         hint = nearest(path.suffix, ENDINGS)
         raise UsageError(f"--output {output}: the suffix must be {' or '.join(ENDINGS)}{hint}")
@@ -54,7 +55,7 @@ def write(predictions: list[Any], several: bool, output: str | None) -> dict[str
             (index, row) for index, batches in enumerate(loaders) for batch in batches for row in _rows_of_batch(batch)
         )
         rows = [{"loader": index, "prediction": row} if several else row for index, row in numbered_rows]
-        with _naming_file(output), Path(output).open("w", encoding="utf-8") as file:
+        with _naming_file(output), Path(expanded(output)).open("w", encoding="utf-8") as file:
             file.writelines(f"{json.dumps(row)}\n" for row in rows)
         return {"samples": len(rows), "output": output}
     tensors: dict[str, Tensor] = {}
@@ -75,7 +76,7 @@ def write(predictions: list[Any], several: bool, output: str | None) -> dict[str
         }
     parts = serialize_tensors(tensors, {"format": "pt"})
     head = next(parts)  # raises for what cannot be written, before the file is opened
-    with _naming_file(output), Path(output).open("wb") as file:
+    with _naming_file(output), Path(expanded(output)).open("wb") as file:
         file.write(head)
         file.writelines(parts)
     return {"samples": samples, "output": output}

@@ -21,6 +21,7 @@ from engine.config.named_options import NamedOptions
 from engine.config.yaml_text import Node
 from engine.utils import device_names
 from engine.utils.errors import nearest
+from engine.utils.paths import expanded
 
 PRECISIONS: dict[str, str] = {
     **{name: name for name in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "fp8-mixed")},
@@ -294,7 +295,7 @@ class Folder(Kind):
             raise not_possible(name, value, "a path; '.' is the current directory")
         if len(str(value).splitlines()) > 1:  # a log would show it as two lines
             raise not_possible(name, value, "a path without line ends")
-        return Path(value).expanduser()
+        return Path(expanded(value))
 
 
 class Accelerator(Kind):

@@ -16,6 +16,7 @@ from engine.config.settings import KINDS, Settings
 from engine.config.yaml_text import Node, flow
 from engine.utils.extensions import hint
 from engine.utils.log import TERMINAL
+from engine.utils.paths import expanded
 
 PREFIX = "FIT_"
 RESERVED = ("FIT_CONFIG", "FIT_PARENT_PID", TERMINAL)
@@ -149,7 +150,7 @@ def _from_environment(environ: Mapping[str, str]) -> _Entries:
 def _path(environ: Mapping[str, str], file: Path | None) -> Path | None:
     """The path of the file of settings; ``None``: no file is requested, and there is none in the current directory."""
     requested = file if file is not None else environ.get("FIT_CONFIG")
-    path, reason = Path(requested or DEFAULT_FILE), "is not a file"
+    path, reason = Path(expanded(requested or DEFAULT_FILE)), "is not a file"
     try:
         if path.exists():
             return path

@@ -18,6 +18,7 @@ from engine.checkpoint.writer import CheckpointWriter, SaveRequest
 from engine.distributed.agreement import Agreement
 from engine.distributed.collectives import gather_json
 from engine.loop.state import TrainState
+from engine.utils.paths import expanded
 
 
 class RunCheckpoints:
@@ -145,7 +146,7 @@ class RunCheckpoints:
         if not one_file:
             return self._save_folder(where, content)
         check_local(where)
-        file = Path(where).absolute()
+        file = Path(expanded(where)).absolute()
         file.parent.mkdir(parents=True, exist_ok=True)
         folder = file.with_name(f".{file.name}.folder")
         self._save_folder(folder, content)

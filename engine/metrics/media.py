@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.utils.errors import nearest
+from engine.utils.paths import expanded
 from engine.utils.tree import full_tensor
 
 
@@ -117,7 +118,7 @@ def _table(who: str, value: Any) -> tuple[list[str], list[list[Any]]]:
 def _artifact(who: str, value: Any) -> Path:
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{who} got {type(value).__name__}: give the path of a file or a directory")
-    path = Path(value)
+    path = Path(expanded(value))
     if not path.exists():
         raise ValueError(f"{who}: {path} does not exist")
     return path

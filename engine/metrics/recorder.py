@@ -269,8 +269,8 @@ class Recorder:
         return self._step_values(slot for slot in self._of_steps.values() if slot.on_step and slot.window == window)
 
     def latest_values(self, superseded: Mapping[str, int]) -> tuple[dict[str, float], list[str], dict[str, int]]:
-        """By name, the value of the latest step in which any rank logged it; the names that are logged for the epoch as well; and by name, the window of
-        that step. A collective; waits for the device once.
+        """By name, the value of the latest step in which any rank logged it; the names that are logged for the epoch as well; and by name, the window
+        of that step. A collective; waits for the device once.
 
         Args:
             superseded: by name, the window up to which values are outdated; the same on all ranks.

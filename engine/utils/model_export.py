@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import IO, Any
 import torch
 from torch import nn
 
+from engine.utils.paths import expanded
 from engine.utils.tree import move
 
 
@@ -27,7 +27,7 @@ def to_onnx(module: Any, file: str | Path | IO[bytes] | None, sample: Any, optio
         raise ModuleNotFoundError(f"to_onnx needs {missing[0]}: pip install {' '.join(needed)}", name=missing[0])
     sample = _sample(module, sample, "to_onnx", "input_sample")
     with _exported(module, "training" in options and module.training):
-        return torch.onnx.export(module, sample, os.fspath(file) if isinstance(file, Path) else file, **options)  # type: ignore[arg-type]
+        return torch.onnx.export(module, sample, expanded(file) if isinstance(file, (str, Path)) else file, **options)  # type: ignore[arg-type]
 
 
 def to_torchscript(
@@ -48,7 +48,7 @@ def to_torchscript(
         with _exported(module, False):
             script = torch.jit.script(module, **options)
     if file is not None:
-        torch.jit.save(script, os.fspath(file))
+        torch.jit.save(script, expanded(file))
     return script
 
 

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from engine.compat.accelerate.padded_shards import BatchSamplerShard
 from engine.distributed.collectives import broadcast_object
 from engine.engine import Engine
+from engine.utils.paths import expanded
 
 
 class Checkpoints:
@@ -83,7 +84,7 @@ class Checkpoints:
     def save(self, output_dir: Any, wait: bool = True, facts: dict[str, Any] | None = None) -> Any:
         """Save a checkpoint into ``output_dir``, or into the next numbered folder; see :meth:`engine.Engine.save_state`."""
         engine, project = self.engine, self.naming
-        folder = Path(self._next() if project.automatic_checkpoint_naming else output_dir)
+        folder = Path(self._next() if project.automatic_checkpoint_naming else expanded(output_dir))
         hooks_folder, left_out = folder.with_name(f".{folder.name}.hooks"), []
         if self.before_save:
             weights = [engine.get_state_dict(model) for model in engine.models]
@@ -121,7 +122,7 @@ class Checkpoints:
     def _project(self) -> Path:
         if self.naming.project_dir is None:
             raise ValueError("automatic_checkpoint_naming needs a folder: give project_dir")
-        return Path(self.naming.project_dir) / "checkpoints"
+        return Path(expanded(self.naming.project_dir)) / "checkpoints"
 
     def _numbered(self) -> list[Path]:
         """The numbered checkpoints, oldest first."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from callbacks import loggers
 from engine.compat.accelerate.state import PartialState
+from engine.utils.paths import expanded
 
 
 class GeneralTracker:
@@ -48,7 +49,7 @@ class LoggerTracker(GeneralTracker):
     ) -> LoggerTracker:
         if self.name == "tensorboard" and logging_dir is None:
             raise ValueError("log_with='tensorboard' needs a folder: give Accelerator(project_dir=...)")
-        folder = Path(logging_dir or ".") / project
+        folder = Path(expanded(logging_dir or ".")) / project
         self.logger = loggers.logger_for(self.name, project, **options)
         self._loop = loggers.LoggedLoop([self.logger], folder, config, is_main_process=PartialState().is_main_process)
         return self

@@ -34,6 +34,7 @@ from engine.compat.foreign_checkpoints.untrusted_files import (
     PICKLE,
     load_pickle,
 )
+from engine.utils.paths import expanded
 
 SHARD = 2 << 30
 """The maximum bytes of tensors in memory at a time, and in one file."""
@@ -81,7 +82,9 @@ def convert(source: str | Path, out: str | Path, *, trust_pickle: bool = False) 
             f"{out} is a whole bucket or file system: give a name in it, such as {str(out).rstrip('/')}/step=00000000"
         )
     storage, name = split_path(out)
-    if name in {*storage.manifests(), *storage.incomplete()} or ("://" not in str(out) and Path(out).exists()):
+    if name in {*storage.manifests(), *storage.incomplete()} or (
+        "://" not in str(out) and Path(expanded(out)).exists()
+    ):
         raise FileExistsError(f"{out} exists already: choose another path")
     with local_copy(source) as path:
         source_name = without_query(source)

@@ -16,6 +16,7 @@ from engine.compat.refusals import refusing
 from engine.distributed.rank_work import rank_zero_experiment as rank_zero_experiment
 from engine.loop.run import Run
 from engine.utils.log import logger
+from engine.utils.paths import expanded
 
 Folder = str | PathLike[str] | None
 
@@ -36,7 +37,7 @@ class WrappedLogger(Logger):
         self.name = self.translate_arguments(arguments)
         if self.save_dir is not None:
             version = f"version_{self.version}" if isinstance(self.version, int) else self.version
-            self.root_dir = str(Path(self.save_dir) / (self.name or "") / (version or ""))
+            self.root_dir = str(Path(expanded(self.save_dir)) / (self.name or "") / (version or ""))
         self.ours = self.of(**arguments)
 
     def translate_arguments(self, arguments: dict[str, Any]) -> Any:

@@ -21,11 +21,12 @@ from engine.checkpoint.reader import Source, empty_tensor, weights_folder
 from engine.compat.foreign_checkpoints.conversion import convert
 from engine.compat.foreign_checkpoints.untrusted_files import check_pickles
 from engine.compat.lightning.plugins import reader
+from engine.utils.paths import expanded
 
 
 def is_pickle(path: Any) -> bool:
     """Whether ``path`` is a local file, but not a one-file checkpoint of this library."""
-    return path is not None and "://" not in str(path) and Path(path).is_file() and not is_one_file(path)
+    return path is not None and "://" not in str(path) and Path(expanded(path)).is_file() and not is_one_file(path)
 
 
 FILE = "{}.pt"
@@ -38,7 +39,7 @@ def check_complete(path: Any) -> None:
     Raises:
         ValueError: ``path`` is such a file, which lacks the optimizers; the message names the folder that has them.
     """
-    folder = Path(str(path).removesuffix(FILE.format("")))
+    folder = Path(expanded(str(path)).removesuffix(FILE.format("")))
     if is_pickle(path) and str(folder) != str(path) and (folder / MANIFEST).is_file():
         raise ValueError(
             f"fit(ckpt_path={str(path)!r}): this file has weights, hyperparameters and counters, no optimizers; give the whole checkpoint, {folder}"

@@ -25,6 +25,7 @@ from engine.loop.run import Run
 from engine.loop.state import Result
 from engine.utils.extensions import hint
 from engine.utils.log import logger
+from engine.utils.paths import expanded
 from engine.utils.text import terminal_text
 
 
@@ -177,7 +178,7 @@ class Trainer(TrainerView):
         """
         if self._trained is None:
             raise RuntimeError("save_checkpoint() needs a model: this trainer has not trained one")
-        run, path = self._trained, Path(filepath).absolute()
+        run, path = self._trained, Path(expanded(filepath)).absolute()
         if storage_options is not None or "://" in str(filepath):
             raise ValueError(f"save_checkpoint({filepath!r}): give a local path; ModelCheckpoint(dirpath=...) takes a URL")
         complete_file = path.with_name(f".{path.name}.whole") if pickle else path

@@ -12,6 +12,7 @@ from engine.compat.lightning.arguments import TRAINER
 from engine.compat.lightning.plugins import reader
 from engine.compat.lightning.strategy_arguments import strategy
 from engine.config.duration import NEVER
+from engine.utils.paths import expanded
 
 PROFILERS = ("simple", "pytorch")
 DEFAULT_CALLBACKS = {
@@ -60,7 +61,7 @@ def settings(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int | 
             raise ValueError(f"Trainer({name}={arguments[name]!r}) has no counterpart; {argument.instead}")
     with_own_name = {argument.setting: arguments[name] for name, argument in TRAINER.items() if argument.setting}
     translated = {name: value for name, value in with_own_name.items() if value is not None} | _limits(arguments)
-    translated["root_dir"] = Path(arguments["default_root_dir"] or ".")
+    translated["root_dir"] = Path(expanded(arguments["default_root_dir"] or "."))
     if arguments["devices"] != "auto":
         translated["devices"] = "auto" if arguments["devices"] in (-1, "-1") else arguments["devices"]
     if arguments["strategy"] != "auto":

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .watch import STEPS
-
 Line = dict[str, Any]
-OWN = ("elapsed_s", "last_s", "postponed")
-"""What a checkpoint says of the run that wrote it: its time, and what that run had still to remove."""
+OWN = ("elapsed_s", "last_s", "names", "postponed")
+"""What a checkpoint says of the run that wrote it: its time, the names of checkpoints beside one that stays, and what that run had still to remove."""
+AGAIN = re.compile(r"(?<=/step=\d{8})-v\d+")
+"""The end of the name of a checkpoint that is saved beside one of the same step, from which the run has resumed."""
 THEIRS = ("torchelastic_",)
 """Temporary directories of torchrun, which nobody removes after a kill."""
-LOSSES = ("steps lost", "samples lost", "weights differ", "failed resumes", "orphans", "left behind")
+LOSSES = (
+    "steps lost", "samples lost", "weights differ", "rows lost", "outcome differs", "failed resumes", "orphans", "left behind",
+)  # fmt: skip
 
 
 @dataclass
@@ -53,7 +57,7 @@ def attempts(place: Path) -> list[dict[int, list[Line]]]:
     return [found[key] for key in sorted(found)]
 
 
-def check_steps(place: Path, reference: Path, ranks: int, found: Found) -> None:
+def check_steps(place: Path, reference: Path, ranks: int, steps: int, found: Found) -> None:
     """The steps on which the final weights rest are those of the undisturbed run; each attempt began at the newest complete checkpoint."""
     tracks: list[dict[int, Line]] = [{} for _ in range(ranks)]
     saved = done = 0
@@ -76,7 +80,7 @@ def check_steps(place: Path, reference: Path, ranks: int, found: Found) -> None:
     (whole,) = attempts(reference)
     for rank in range(ranks):
         expected = {line["step"]: line for line in whole[rank][1:]}
-        assert sorted(expected) == list(range(1, STEPS + 1)), "the undisturbed run is not whole"
+        assert sorted(expected) == list(range(1, steps + 1)), "the undisturbed run is not whole"
         missing = sorted(expected.keys() ^ tracks[rank].keys())
         found.lose("steps lost", len(missing), f"rank {rank}: steps {missing}")
         for step in sorted(expected.keys() & tracks[rank].keys()):
@@ -86,27 +90,40 @@ def check_steps(place: Path, reference: Path, ranks: int, found: Found) -> None:
             found.lose("weights differ", int(wanted["weights"] != got["weights"]), f"rank {rank} after step {step}")
 
 
-def check_metrics(place: Path, reference: Path, found: Found) -> None:
-    """The last metrics, if the last attempt has trained: the step that a run continues from is not reported again."""
-    if len(attempts(place)[-1][0]) > 1:
-        values = [json.loads((each / "metrics.json").read_text()) for each in (place, reference)]
-        found.lose("weights differ", int(values[0] != values[1]), f"metrics {values[0]} instead of {values[1]}")
+def check_outcome(place: Path, reference: Path, found: Found) -> None:
+    """The best checkpoint and the last one, the reason for the end, and the last metrics, if the last attempt has trained: the step that a run
+    continues from is not reported again."""
+    mine, others = (json.loads((each / "outcome.json").read_text()) for each in (place, reference))
+    for name in ("best", "last", *(("metrics", "end") if len(attempts(place)[-1][0]) > 1 else ())):
+        found.lose("outcome differs", int(mine[name] != others[name]), f"{name} {mine[name]} instead of {others[name]}")
+
+
+def check_rows(place: Path, reference: Path, found: Found) -> None:
+    """The rows of ``metrics.csv``, each once and in order."""
+    mine, others = (list(csv.DictReader((each / "root" / "metrics.csv").open())) for each in (place, reference))
+    missing = [row for row in others if row not in mine]
+    more = [row for row in mine if row not in others]
+    found.lose("rows lost", len(missing), f"{missing[:3]}")
+    found.lose("rows lost", len(more), f"rows that nobody else has: {more[:3]}")
+    if not missing and not more:
+        found.lose("rows lost", int(mine != others), "rows are in another order, or come twice")
 
 
 def check_files(place: Path, reference: Path, found: Found) -> None:
     """The files are those of the undisturbed run, and the checkpoints say the same."""
     mine, others = (
-        sorted(str(path.relative_to(each / "root")) for path in (each / "root").rglob("*"))
+        {AGAIN.sub("", name): each / "root" / name for name in names}
         for each in (place, reference)
+        for names in [sorted(str(path.relative_to(each / "root")) for path in (each / "root").rglob("*"))]
     )
     source = f"checkpoints/step={attempts(place)[-1][0][0]['begin']:08d}"  # what the last attempt continued from stays for the next one
-    beside = sorted(name for name in set(mine) ^ set(others) if not name.startswith(source))
+    beside = sorted(name for name in mine.keys() ^ others.keys() if not name.startswith(source))
     found.lose("left behind", len(beside), f"in one root only: {', '.join(beside)}")
     left = {path.name for path in (place / "tmp").iterdir() if not path.name.startswith(THEIRS)}
     left -= {path.name for path in (reference / "tmp").iterdir()}
     found.lose("left behind", len(left), f"in the temporary directory: {', '.join(sorted(left))}")
-    for name in others:
-        path, other = place / "root" / name, reference / "root" / name
+    for name, other in others.items():
+        path = mine.get(name, other)
         kept = name.split("/")[2:3]
         if kept and kept[0] in ("model", "optim", "state") and path.is_file() and not _alike(path, other):
             found.lose("weights differ", 1, f"{name} is not that of the undisturbed run")

@@ -1,10 +1,11 @@
-"""The training that is killed, started as a user's script: ``python job.py STRATEGY DEVICES DIARIES``."""
+"""The training that is killed, started as a user's script: ``python job.py STRATEGY DEVICES DIARIES RECIPE``."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+from recipes import RECIPES
 from watch import Watch
 
 if __name__ == "__main__":
@@ -13,4 +14,5 @@ if __name__ == "__main__":
     import training
 
     watch.event("start", "imported")
-    training.run(watch, sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    recipe = next(recipe for recipe in RECIPES if recipe.name == sys.argv[4])
+    training.run(watch, recipe, sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

@@ -10,17 +10,19 @@ from typing import Any
 
 from .setups import Setup
 
-DECK = ("start", "steps", "draft", "commit", "validation", "removal")
-"""The phases that a job is killed in, each once, in a drawn order; its last kill is at its end."""
+DECK = ("start", "steps", "draft", "commit", "validation", "removal", "validation")
+"""The phases that a job is killed in, in a drawn order; its last kill is at its end."""
 EVENTS = {"steps": 20, "draft": 0.1, "commit": 0.1, "validation": 0.2, "removal": 0.1, "start": 1.0, "end": 1.0}
 """Among how many events of a start one is drawn: a number, or (up to 1) a share of those that an undisturbed run has."""
+ERRORS = 0.4
+"""How many of the kills in validations are errors."""
 LAST = 20e-3
 """The longest delay between the event and the kill (s)."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One SIGKILL. Either at a moment of ``seconds`` after the start, or at the ``number``-th event of a phase, as ``watcher`` counts them."""
+    """One SIGKILL, or an error. Either at a moment of ``seconds`` after the start, or at the ``number``-th event of a phase, as ``watcher`` counts them."""
 
     phase: str
     victim: str
@@ -31,14 +33,19 @@ class Kill:
     """Seconds after the event; 0: the watcher waits at it to be killed, or for the other to be."""
     share: float = 0.0
     """Without ``number``: the moment, as a share of the time that the job needs to its first step."""
+    error: bool = False
+    """Whether the watcher raises an error, and nobody is killed."""
 
     def __str__(self) -> str:
+        if self.error:
+            return f"an error of rank {self.watcher} in {self.phase}, event {self.number}"
         when = f"event {self.number} of rank {self.watcher}" if self.number else f"{self.share:.0%} of the time"
         return f"{self.victim} in {self.phase}, {when}" + (f" + {1e6 * self.delay:.0f} us" if self.delay else "")
 
     def asked(self) -> dict[str, Any]:
         """What the watcher is asked for."""
-        return {"phase": self.phase, "number": self.number, "delay": self.delay} if self.number else {}
+        asked = {"phase": self.phase, "number": self.number, "delay": self.delay, "error": self.error}
+        return asked if self.number else {}
 
 
 def draw(
@@ -58,4 +65,7 @@ def draw(
     own = int(victim[-1]) if victim.startswith("rank") else chance.choice(watchers)
     watcher = own if own in watchers else watchers[0]
     most = EVENTS[phase] if EVENTS[phase] > 1 else EVENTS[phase] * counts[watcher][phase]
-    return Kill(phase, victim, watcher, chance.randint(1, max(1, int(most))), delay)
+    number = chance.randint(1, max(1, int(most)))
+    if phase == "validation" and chance.random() < ERRORS:
+        return Kill(phase, f"rank {watcher}", watcher, number, error=True)
+    return Kill(phase, victim, watcher, number, delay)

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .check import Found, check_files, check_metrics, check_steps
+from .check import Found, check_files, check_outcome, check_rows, check_steps
 from .kills import DECK, Kill, draw
+from .recipes import RECIPES, Recipe
 from .setups import TREE, Setup
 from .start import PATIENCE, Start, marked
 
@@ -25,7 +26,7 @@ SHOWN = 3000
 
 
 class References:
-    """Undisturbed runs: one for each number of ranks and strategy, whoever starts the ranks.
+    """Undisturbed runs: one for each number of ranks, strategy and recipe, whoever starts the ranks.
 
     Args:
         place: a directory for them.
@@ -34,20 +35,20 @@ class References:
 
     def __init__(self, place: Path, tree: Path = TREE) -> None:
         self.place, self.tree = place, tree
-        self._found: dict[tuple[int, str], Reference] = {}
+        self._found: dict[tuple[int, str, str], Reference] = {}
         self._lock = threading.Lock()
 
-    def of(self, setup: Setup) -> Reference:
+    def of(self, setup: Setup, recipe: Recipe) -> Reference:
         """Runs it, if it is the first of its kind.
 
         Raises:
             RuntimeError: it fails.
         """
-        key = (setup.ranks, setup.strategy)
+        key = (setup.ranks, setup.strategy, recipe.name)
         with self._lock:
             if key not in self._found:
-                place = self.place / f"undisturbed-{setup.ranks}-{setup.strategy}"
-                start = Start(setup, self.tree, prepared(place), 0, (), 0.0, lambda line: None)
+                place = self.place / f"undisturbed-{setup.ranks}-{setup.strategy}-{recipe.name.replace(' ', '-')}"
+                start = Start(setup, recipe, self.tree, prepared(place), 0, (), 0.0, lambda line: None)
                 if start.run() or len(start.counts) < setup.ranks:
                     raise RuntimeError(f"the undisturbed run failed:\n{start.output.read_text()[-SHOWN:]}")
                 self._found[key] = Reference(place, start.counts, start.seconds or 1.0)
@@ -114,13 +115,15 @@ def live(
         place: a new directory; it stays when something is found.
         report: called with a line for each kill.
     """
-    reference = references.of(setup)
+    recipe = random.Random(f"{seed} recipe").choice(RECIPES)
+    report(f"saves and validates as {recipe.name!r}")
+    reference = references.of(setup, recipe)
     life, plans = Life(), Plans(setup, seed, reference)
     prepared(place)
     typical = reference.seconds
     while True:
         plan = plans.next(most - life.kills.total())
-        start = Start(setup, references.tree, place, life.starts, plan, typical, report)
+        start = Start(setup, recipe, references.tree, place, life.starts, plan, typical, report)
         code = start.run()
         life.starts += 1
         life.kills.update(start.killed)
@@ -148,9 +151,10 @@ def live(
     ):  # a loader's worker of the killed start held its directory as the last one began: the next job removes it
         environment = setup.environment(references.tree, place, "")
         subprocess.run([sys.executable, "-c", NEXT_JOB], env=environment, check=True)
-    check_steps(place, reference.place, setup.ranks, life.found)
+    check_steps(place, reference.place, setup.ranks, recipe.steps, life.found)
     check_files(place, reference.place, life.found)
-    check_metrics(place, reference.place, life.found)
+    check_outcome(place, reference.place, life.found)
+    check_rows(place, reference.place, life.found)
     if not life.found.texts:
         shutil.rmtree(place)
     return life

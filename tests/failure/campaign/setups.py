@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from .recipes import Recipe
 from .watch import ADDRESS, ROOT
 
 HERE = Path(__file__).parent
@@ -52,10 +53,10 @@ class Setup:
         launcher = ("launcher",) if self.launcher else ()
         return (*(f"rank {rank}" for rank in range(self.ranks)), *launcher, "all")
 
-    def command(self, place: Path, diaries: Path, restarts: int) -> list[str]:
+    def command(self, recipe: Recipe, place: Path, diaries: Path, restarts: int) -> list[str]:
         """The command line of one start."""
         values = {"restarts": restarts, "logs": place / "logs"}
-        script = [str(HERE / "job.py"), self.strategy, str(self.ranks), str(diaries)]
+        script = [str(HERE / "job.py"), self.strategy, str(self.ranks), str(diaries), recipe.name]
         return [sys.executable, *(each.format(**values) for each in self.launcher), *script]
 
     def environment(self, tree: Path, place: Path, address: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .kills import Kill
+from .recipes import Recipe
 from .setups import Setup
 
 LINGER = 2.0
@@ -47,6 +48,7 @@ class Start:
     def __init__(
         self,
         setup: Setup,
+        recipe: Recipe,
         tree: Path,
         place: Path,
         number: int,
@@ -54,7 +56,8 @@ class Start:
         typical: float,
         report: Callable[[str], None],
     ) -> None:
-        self.setup, self.place, self.plan, self.typical, self.report = setup, place, plan, typical, report
+        self.setup, self.recipe, self.place, self.plan = setup, recipe, place, plan
+        self.typical, self.report = typical, report
         self.killed: list[tuple[str, str]] = []
         """The phase and the victim of each kill."""
         self.orphans = 0
@@ -84,7 +87,7 @@ class Start:
             server.listen()
             self._selector.register(server, selectors.EVENT_READ)
             self._begun = time.monotonic()
-            command = self.setup.command(self.place, self._diaries, max(0, len(self.plan) - 1))
+            command = self.setup.command(self.recipe, self.place, self._diaries, max(0, len(self.plan) - 1))
             self._process = subprocess.Popen(
                 command,
                 env=self._environment,
@@ -161,6 +164,9 @@ class Start:
         elif "kill" in message:
             kill = self.plan[message["attempt"]]
             self.report(f"{kill}: {message['kill']}")
+            if kill.error:
+                self.killed.append((kill.phase, kill.victim))
+                return
             time.sleep(kill.delay)
             self._fire(kill, None if kill.delay else connection)
         elif "counts" in message:

@@ -1,4 +1,4 @@
-"""What the job trains: shuffled samples, dropout, windows of two micro-batches, a schedule, validation, two checkpoints kept."""
+"""What the job trains: shuffled samples, dropout, windows of two micro-batches, a schedule, and what its recipe says."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recipes import STEPS, Recipe
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from watch import STEPS, Watch, complete
+from watch import Watch, complete
 
-from callbacks import ModelCheckpoint
+from callbacks import BatchValidation, CSVLogger, ModelCheckpoint
 from engine import Callback, Fit, TrainModule
 
-SAMPLES, EVERY, VALIDATE = 61, 2, 3
-"""Of the data; steps between two checkpoints, between two validations."""
+SAMPLES = 61
+"""Of the data."""
 
 
 class Numbered(Dataset[Any]):
@@ -141,8 +142,30 @@ def weights(module: nn.Module) -> int:
     return found
 
 
-def run(watch: Watch, strategy: str, devices: int, diaries: Path) -> None:
+class Stops(Callback):
+    """The last rank asks to stop after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if run.step == self.step and run.rank == run.world_size - 1:
+            run.stop("enough")
+
+
+def step_of(checkpoint: Any) -> int | None:
+    """The step in a checkpoint's manifest."""
+    return None if checkpoint is None else json.loads((checkpoint / "manifest.json").read_text())["counters"]["step"]
+
+
+def run(watch: Watch, recipe: Recipe, strategy: str, devices: int, diaries: Path) -> None:
     """Train it to its end; it continues from what is there."""
+    callbacks: list[Callback] = [Diary(watch, diaries), CSVLogger()]
+    callbacks += [ModelCheckpoint(every, monitor, save_top_k=count) for every, monitor, count in recipe.saves]
+    if recipe.batches is not None:
+        callbacks.append(BatchValidation(recipe.batches))
+    if recipe.stop is not None:
+        callbacks.append(Stops(recipe.stop[0]))
     fit = Fit(
         strategy=strategy,
         devices=devices,
@@ -150,13 +173,20 @@ def run(watch: Watch, strategy: str, devices: int, diaries: Path) -> None:
         root_dir=watch.root,
         max_steps=STEPS,
         accumulate_grad_batches=2,
-        val_every=f"{VALIDATE} steps",
+        min_steps=None if recipe.stop is None else recipe.stop[1],
+        val_every=recipe.val_every,
         log_every_n_steps=1,
         seed=3,
-        callbacks=[Diary(watch, diaries), ModelCheckpoint(every=EVERY, save_top_k=2)],
+        callbacks=callbacks,
     )
     alone = devices == 1
     loader = DataLoader(Numbered(), batch_size=4, shuffle=True, num_workers=int(alone), persistent_workers=alone)
     result = fit.run(Net(watch), loader, DataLoader(Numbered(), batch_size=16), resume="auto")
     if watch.rank == 0:
-        (watch.root.parent / "metrics.json").write_text(json.dumps(result.metrics))
+        outcome = {
+            "metrics": result.metrics,
+            "end": result.stop_reason,
+            "best": step_of(result.best_checkpoint),
+            "last": step_of(result.last_checkpoint),
+        }
+        (watch.root.parent / "outcome.json").write_text(json.dumps(outcome))

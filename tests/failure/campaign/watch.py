@@ -17,8 +17,6 @@ from typing import Any
 
 ADDRESS, ROOT = "CAMPAIGN_ADDRESS", "CAMPAIGN_ROOT"
 """Variables of the job: where the campaign listens, and the job's ``root_dir``."""
-STEPS = 40
-"""Of the whole training."""
 PHASES = ("start", "steps", "draft", "commit", "validation", "removal", "end")
 """Start: to the first step; draft: files of a checkpoint that is not complete; commit: its manifest and its name; end: after the last step."""
 
@@ -84,6 +82,8 @@ class Watch:
             kill, self._kill = self._kill, {}
             if kill:
                 self._say({"kill": what})
+                if kill["error"]:
+                    raise RuntimeError(f"planted at {what}")
                 if not kill["delay"]:
                     self._lines.readline()
 
