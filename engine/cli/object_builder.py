@@ -21,6 +21,7 @@ from jsonargparse.typing import register_type
 from engine.cli.requested_objects import COMMAND_LINE, Component, within
 from engine.cli.terminal import UsageError
 from engine.config import yaml_text
+from engine.config.described_objects import check_described
 from engine.config.masked import plain_value, with_origins
 from engine.config.resolve import Resolved
 from engine.config.secret_text import HIDDEN, has_hidden
@@ -64,6 +65,10 @@ class ObjectBuilder:
             raise UsageError(_with_user_names(component, str(error), names)) from None
         except Exception as error:  # from a module that a class path names, or from jsonargparse about one
             raise _as_usage_error(component, error) from None
+        try:
+            check_described(self._values, component.name)
+        except TypeError as error:
+            raise UsageError(f"{component.origin('')}: {error}") from None
         given_names = {
             *component.fixed,
             *component.init_args,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from engine.callback import Callback
 from engine.cli.class_paths import CALLBACKS, load
 from engine.cli.terminal import UsageError
 from engine.config import yaml_text
+from engine.config.described_objects import Kind, check_target
 from engine.config.resolve import Resolved, resolve
 from engine.config.settings import KINDS
 from engine.data.datamodule import DataModule
@@ -22,6 +23,19 @@ from engine.utils.log import logger
 SECTIONS = ("model", "data", "callbacks")
 _KEYS = ("class_path", "init_args")
 COMMAND_LINE = "command line"
+
+
+@runtime_checkable
+class Indexed(Protocol):
+    """A class whose objects give batches by their index; ``for`` takes it as it takes an ``Iterable``."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+_KINDS_OF_OBJECTS: Mapping[type, Kind] = {
+    Callback: Kind((Callback,), "an engine.Callback", annotated=True),
+    DataModule: Kind((DataModule, Iterable, Indexed), "an engine.DataModule or a loader of batches"),
+}
 
 
 @dataclass
@@ -189,10 +203,14 @@ def _component(
     package = CALLBACKS if base is Callback else None
     chosen = path if requested is None else requested
     target = load(str(chosen), role if requested is not None else f"{origin}: {name}", base, package)
+    place = origin if requested is None else role
     if not callable(target):
-        raise UsageError(
-            f"{origin if requested is None else role}: {chosen!r} is {_kind(target)}: name a class or a function"
-        )
+        raise UsageError(f"{place}: {chosen!r} is {_kind(target)}: name a class or a function")
+    try:
+        if base in _KINDS_OF_OBJECTS:
+            check_target(target, str(chosen), place, _KINDS_OF_OBJECTS[base])
+    except TypeError as error:
+        raise UsageError(str(error)) from None
     if (
         requested is not None
         and path is not None

@@ -271,6 +271,55 @@ def test_help_tells_nothing_of_a_base_class(fit, here: Path) -> None:
     assert ended.out.splitlines()[3].startswith("    model.")
 
 
+COMMANDS = {
+    "os:system": {"command": "touch called"},
+    "subprocess.getoutput": {"cmd": "touch called"},
+    "subprocess:Popen": {"args": ["touch", "called"]},
+}
+PLACES: dict[str, Any] = {
+    "callbacks": lambda command: {"callbacks": [command]},
+    "data": lambda command: {"data": command},
+    "model": lambda command: {"model": command},
+    "model.layer": lambda command: {"model": {"class_path": "net:Net", "init_args": {"layer": command}}},
+    "model.optimizer": lambda command: {"model": {"class_path": "net:Net", "init_args": {"optimizer": command}}},
+    "model.extra": lambda command: {"model": {"class_path": "net:Net", "init_args": {"extra": command}}},
+    "callbacks.0.path": lambda command: {"callbacks": [{"class_path": "net:Tell", "init_args": {"path": command}}]},
+}
+
+
+UNTYPED = ("model.extra", "subprocess:Popen")
+"""A class is what a parameter that takes anything may be given."""
+
+
+@pytest.mark.parametrize(
+    ("place", "path"), [(place, path) for place in PLACES for path in COMMANDS if (place, path) != UNTYPED]
+)
+def test_what_a_file_names_is_checked_before_it_is_called(fit, here: Path, place: str, path: str) -> None:
+    dotted = path.replace(":", ".")  # as jsonargparse writes paths
+    command = {"class_path": dotted if "." in place else path, "init_args": COMMANDS[path]}
+    config = {"model": "net:Net", "data": "net:numbers", "max_epochs": 1, **PLACES[place](command)}
+    (here / "fit.yaml").write_text(yaml.safe_dump(config))
+    ended = fit("run")
+    assert ended.status == 2
+    assert ended.err.startswith("fit: error: file fit.yaml:")
+    assert not (here / "called").exists()
+
+
+def test_functions_of_the_project_and_functions_that_say_what_they_return_are_called(fit, here: Path) -> None:
+    (here / "made.py").write_text(
+        "import net\nfrom engine import Callback\n"
+        "def tell(path: str) -> Callback | None:\n    return net.Tell(path)\n"
+        "def told(path: str):\n    return net.Tell(path)\n"
+        "def words() -> str:\n    return 'a b'\n"
+    )
+    base = ("run", "net:Net", "--data", "net:numbers", "--set", "callbacks.0.path=told", "max_epochs=1", "--callback")
+    assert fit(*base, "made:tell").status == 0
+    text = "--callback: 'made:told' is a function that does not say what it returns, and it is not called to find out"
+    assert text in fit(*base, "made:told").err
+    refused = fit("run", "net:Net", "--data", "made:words")
+    assert "--data: 'made:words' is a function that is annotated to return something else than" in refused.err
+
+
 ERRORS = [
     (("nett:Net",), "there is no module 'nett'"),
     (("net:Nett",), "has no 'Nett'; did you mean 'Net'?"),
@@ -281,7 +330,10 @@ ERRORS = [
     ((), "no TrainModule is named"),
     (("net:Net", "--data", "net:Numberz"), "--data 'net:Numberz'"),
     (("net:Net", "--callback", "ModelChekpoint"), "did you mean 'ModelCheckpoint'?"),
-    (("net:Net", "--callback", "net:Options"), "gives a Options, not an engine.Callback"),
+    (
+        ("net:Net", "--callback", "net:Options"),
+        "--callback: 'net:Options' is the class Options, not an engine.Callback",
+    ),
     (("net:Net", "--callback", "net:Tell"), "callbacks.0 Tell needs path: give --set callbacks.0.path=VALUE"),
     (
         ("net:Net", "--set", "model.strt=1"),

@@ -20,15 +20,20 @@ from torch.optim import lr_scheduler as schedulers
 from engine.compat.lightning.callback import Callback
 from engine.compat.lightning.module import LightningDataModule, LightningModule
 from engine.compat.lightning.names import MODULES
+from engine.compat.lightning.plugins import CheckpointIO
 from engine.compat.lightning.trainer import Trainer
 from engine.compat.lightning.utilities import seed_everything
+from engine.config.described_objects import Kind, check_described
 from engine.module import overrides
+from engine.strategies.base import Strategy
 from engine.utils.log import logger
 
 ArgsType = Any
 OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 _DATA = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
 _AUTOMATIC = "AUTOMATIC"
+_OF_TRAINER = {"strategy": Kind((Strategy,), "a strategy"), "plugins": Kind((CheckpointIO,), "a CheckpointIO")}
+"""The objects for arguments of ``Trainer`` that have no type, because strategies and plugins are also given by name."""
 _PATH = re.compile(r"(--[^=]+=)?(?:lightning\.pytorch|pytorch_lightning)\.([\w.]+)\.(\w+)")
 """The import path of one of Lightning's classes, as a value in a configuration or as a command-line argument."""
 _MODE = "lightning"
@@ -301,6 +306,8 @@ class LightningCLI:
 
     def instantiate_classes(self) -> None:
         """Create ``model``, ``datamodule`` and ``trainer`` from the configuration."""
+        check_described(self._subcommand_config(self.config), "")
+        check_described(self._get(self.config, "trainer"), "trainer", _OF_TRAINER)
         self.config_init = self.parser.instantiate(self.config)
         self.datamodule, self.model = self._get(self.config_init, "data"), self._get(self.config_init, "model")
         self._configure_optimizers()

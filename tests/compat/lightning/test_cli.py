@@ -57,6 +57,21 @@ class Linked(LightningCLI):
         self.done = self.trainer.global_step
 
 
+@pytest.mark.parametrize("part", ["strategy", "plugins", "callbacks", "logger", "optimizer", "lr_scheduler", "data"])
+@pytest.mark.parametrize("path", ["subprocess.getoutput", "subprocess.Popen"])
+def test_what_a_configuration_names_is_checked_before_it_is_called(
+    part: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = {"class_path": path, "init_args": {"cmd" if "get" in path else "args": ["touch", "called"]}}
+    in_trainer = part in ("strategy", "plugins", "callbacks", "logger")
+    config = {"trainer": {part: command}} if in_trainer else {part: command}
+    (tmp_path / "cli.yaml").write_text(json.dumps(config))
+    with pytest.raises((TypeError, SystemExit)):
+        LightningCLI(Net, args=["fit", "--config", "cli.yaml"])
+    assert not (tmp_path / "called").exists()
+
+
 def test_a_training_from_the_command_line(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("model: {lr: 0.2}\ndata: {samples: 12}\ntrainer: {max_epochs: 2, accelerator: cpu}\n")
