@@ -120,24 +120,35 @@ class Pass:
             self._blocks.make(self.order.steps[self._next - 1], self)
 
     def _find(self, step: int) -> int | None:
-        """The index of ``step`` among the steps that are left. In a forward pass a block that runs must end first."""
-        for index in range(self._next, len(self.order.steps)):
-            other = self.order.steps[index]
-            if other == step:
-                return index
-            if not self.order.is_backward and other < 0 and ~other in self.open:
-                return None
-        return None
+        """The index of ``step`` among the steps that are left."""
+        steps, bound = self.order.steps, self._bound()
+        if step < 0 and bound < len(steps) and steps[bound] == step:
+            return bound
+        return steps.index(step, self._next, bound) if step in steps[self._next : bound] else None
+
+    def _bound(self) -> int:
+        """The index of the next end of a block that runs in this forward pass: what comes after it cannot come now."""
+        steps = self.order.steps
+        if not self.order.is_backward:
+            for index in range(self._next, len(steps)):
+                if steps[index] < 0 and ~steps[index] in self.open:
+                    return index
+        return len(steps)
 
     def _add(self, step: int) -> int:
-        """Add a step to the order if all ranks make it now. Return its index.
+        """Add a step to the order if all ranks make it now, or another one of the same part of the model. Return its index.
 
         Raises:
             RuntimeError: they do not.
         """
-        self._next, self.has_new = self._blocks.agree(self._next, step, self), True
-        self.order.steps.insert(self._next, step)
-        return self._next
+        added = self._blocks.steps_to_add(step, self)
+        if not self.order.is_backward:  # other ranks may make the steps that are left
+            self._make(self._bound())
+        at = self._blocks.agree(self._next, step, added, self)
+        self._make(at)
+        self.has_new = True
+        self.order.steps[at:at] = added
+        return self.order.steps.index(step, at)
 
 
 class BlockOrder(FSDPSteps):
@@ -340,8 +351,22 @@ class BlockOrder(FSDPSteps):
     def _without_grad_on_any(self) -> set[int]:
         return set().union(*gather_json(self._ranks, sorted(self._without_grad)))
 
-    def agree(self, at: int, step: int, running: Pass) -> int:
-        """Agree on a step that is new in the order, if all ranks make it now. Return its index.
+    def steps_to_add(self, step: int, running: Pass) -> list[int]:
+        """The steps to add for one that is new in the order: in a forward pass those of all blocks in its part of the model, because each rank may
+        run others of them first."""
+        if running is self._backward or step < 0 or running.open[1:]:
+            return [step]
+        blocks = [block.module for block in self._blocks if block.module is not self._root]
+        part = next(part for part in _parts(self._root, blocks) if self._blocks[step].module in set(part.modules()))
+        return list(_in_model(part, self._blocks))
+
+    def agree(self, at: int, step: int, added: Sequence[int], running: Pass) -> int:
+        """Agree on steps that are new in the order, if all ranks make one of them now. Return their index.
+
+        Args:
+            at: the index of this rank's next step.
+            step: the step that this rank makes.
+            added: the steps to add.
 
         Raises:
             RuntimeError: they do not; raised on all ranks.
@@ -356,26 +381,33 @@ class BlockOrder(FSDPSteps):
         warning.start()
         try:
             with stacks.doing(doing):
-                requests = gather_json(self._ranks, [kind, step, at])
+                requests = gather_json(self._ranks, [kind, step, at, list(added)])
         finally:
             warning.cancel()
-        if any(request[:2] != requests[0][:2] for request in requests):
+        if any([request[0], request[3]] != [kind, list(added)] for request in requests):
             lines = "\n".join(
                 f"  rank {rank} {'begins' if number >= 0 else 'ends'} the {pass_kind} pass of {self._names([max(number, ~number)])}"
-                for rank, (pass_kind, number, _) in enumerate(requests)
+                for rank, (pass_kind, number, *_) in enumerate(requests)
             )
             raise RuntimeError(
                 f"the ranks run the blocks of FSDP in different orders:\n{lines}\nRanks may leave blocks out, but must run them in one order; "
                 "FSDP(blocks=...) names the modules that are blocks"
             )
-        index = max(request[2] for request in requests)
-        running._make(index)
-        return index
+        return max(int(request[2]) for request in requests)
 
     def _names(self, numbers: Sequence[int]) -> str:
         """The names of these blocks in the user's module."""
         names = {id(module): name.removeprefix("module.") or "the model" for name, module in self._root.named_modules()}
         return ", ".join(names[id(self._blocks[number].module)] for number in numbers)
+
+
+def _parts(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The children of the innermost module that contains all blocks; that is ``root``, or inside of wrappers and containers in it."""
+    children = list(root.children())
+    for child in children:
+        if set(blocks) <= set(child.modules()) - {child}:
+            return _parts(child, blocks)
+    return children
 
 
 def _in_model(root: nn.Module, blocks: Sequence[FSDPBlock]) -> Iterator[int]:

@@ -207,6 +207,8 @@ class FSDPBlock:
 
     def zero_missing(self) -> list[Tensor]:
         """Give a zero to each trained parameter without a gradient to reduce, and return these sharded parameters."""
+        if self._group._orig_dtype is None and self.is_trained:  # it was frozen as a whole when it ran first
+            self._group._init_mp_dtypes()
         records = [record for record in self._group.fsdp_params if hasattr(record, "_unsharded_param")]
         if any(vars(record).get("unsharded_accumulated_grad") is not None for record in records):
             for record in records:  # all gradients of one reduction have one dtype

@@ -389,7 +389,7 @@ def conditional(window: int, precision: str = "32-true", **settings: Any) -> Ten
 CONDITIONAL: dict[str, tuple[int, dict[str, Any]]] = {
     "default": (1, {}),
     "window": (2, {}),
-    "experts are blocks": (2, {"blocks": ["layers.*.experts.*", "layers.*", "heads.*", "frozen.*"]}),
+    "experts are blocks": (2, {"blocks": ["Experts", "Block"]}),
     "kept gathered": (1, {"reshard_after_forward": False}),
     "reduced each time": (2, {"reduce_each_micro_batch": True}),
     "some whole": (1, {"ignore": "layers.*.norm.*"}),
@@ -612,7 +612,7 @@ def test_ranks_leave_out_different_blocks(found: Any, case: str) -> None:
 
 
 def test_ranks_leave_out_different_blocks_in_bf16(found: Any) -> None:
-    assert max(rank["bf16"] for rank in found["conditional"]) < 2e-2
+    assert max(rank["bf16"] for rank in found["conditional"]) < 4e-2
 
 
 def test_ranks_leave_out_different_blocks_of_two_losses(found: Any) -> None:
