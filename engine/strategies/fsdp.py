@@ -32,6 +32,7 @@ from engine.strategies.base import (
     parameter_names,
     sum_over_ranks,
 )
+from engine.strategies.block_order import BlockOrder
 from engine.strategies.mesh import degrees, make_mesh
 from engine.strategies.model_structure import ShardedStructure
 from engine.strategies.parameter_replacements import ParameterReplacements
@@ -204,13 +205,16 @@ class FSDP(Strategy):
                 self._fully_shard(part, apart | with_rest, inputs=True)
             self._fully_shard(root, apart, inputs=False)
             root._reduces = True  # type: ignore[assignment]
-            if self.precision.autocast is not None or self.reduce_dtype is not None:
-                _gather_unused(root)
             if self.precision.fp8 is not None and self.precision.fp8.gathers:
                 float8.Scales(root, self.precision.fp8)
-            for parameter in {self._replacements.current(p) for p in apart} & set(root.parameters()):
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(partial(self._average, root))
+            current = {self._replacements.current(p) for p in apart}
+            whole = [p for p in root.parameters() if p in current]
+            if torch_private.fsdp_blocks(root):
+                root._order = BlockOrder(root, self.loss_group, whole)  # type: ignore[assignment]
+            else:
+                for parameter in whole:
+                    if parameter.requires_grad:
+                        parameter.register_post_accumulate_grad_hook(partial(self._average, root))
 
     def _fully_shard(self, module: nn.Module, ignored: set[Any], inputs: bool) -> None:
         self._replacements.materialise(module)
@@ -418,20 +422,3 @@ class FSDP(Strategy):
     def _full_state(self, tree: dict[str, Any]) -> dict[str, Any]:
         full: dict[str, Any] = dtensors.full_state(self.group, tree, self.group.is_main)
         return full
-
-
-def _gather_unused(root: nn.Module) -> None:
-    """After the first forward pass of ``root``, gather the blocks that it did not run, and free them again.
-
-    Inside a window torch keeps gradients in the dtype of the reduction, and looks for them in the full parameters of every block. A block
-    that was never gathered has none, and the backward pass fails with an ``AttributeError``. All ranks run, and so gather, the same blocks.
-    """
-
-    @torch_private.without_dynamo
-    def gather(*_: Any) -> None:
-        handle.remove()
-        for block in torch_private.never_gathered(root):
-            block.unshard()
-            block.reshard()
-
-    handle = root.register_forward_hook(gather)

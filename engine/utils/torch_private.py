@@ -6,8 +6,9 @@ Planning has others in ``planning/torch_private.py``. If torch renames a name or
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,6 @@ from torch.utils import _pytree
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["BatchNorm", "multiply", "norms", "register_dataclass", "unscale", "update_scale", "without_dynamo"]
@@ -134,14 +134,142 @@ def drop_unreduced_gradients(models: Iterable[nn.Module]) -> None:
                 record._unsharded_param.grad = None
 
 
-def never_gathered(model: nn.Module) -> list[FSDPModule]:
-    """The modules that FSDP2 shards, and that have not run a forward pass yet."""
-    # From the first forward pass on, a parameter's record has the full parameter.
-    return [
-        group.modules[0]
-        for group in _fsdp_groups([model])
-        if any(not hasattr(record, "_unsharded_param") for record in group.fsdp_params)
-    ]
+class FSDPBlock:
+    """A module whose parameters FSDP2 gathers, frees and reduces together, in four steps: ``begin`` and ``end`` of its forward and backward pass.
+
+    ``end`` of the forward pass may free the full parameters. ``end`` of the backward pass reduces the gradients, if they are to be reduced now.
+    The steps are FSDP2's own methods; :meth:`replace` puts others in their place.
+    """
+
+    def __init__(self, module: nn.Module, group: Any) -> None:
+        self.module, self._group = module, group
+        self._pre_forward, self._post_forward = group.pre_forward, group.post_forward
+        self._pre_backward, self._post_backward = group.pre_backward, group.post_backward
+
+    def replace(self, steps: FSDPSteps, number: int) -> None:
+        """Let ``steps`` follow this block, which it knows by its ``number``."""
+        group: Any = self._group
+
+        def pre_forward(*args: Any) -> Any:
+            steps.begin_forward(number)
+            return self._pre_forward(*args)
+
+        def post_forward(*args: Any) -> Any:
+            steps.end_forward(number)
+            return self._post_forward(*args)
+
+        def pre_backward(*args: Any) -> Any:
+            if group._training_state.name != "PRE_BACKWARD":  # otherwise another output of the block has begun it
+                steps.begin_backward(number)
+            return self._pre_backward(*args)
+
+        def post_backward(*_: Any) -> None:
+            steps.end_backward(number)
+
+        group.pre_forward, group.post_forward = pre_forward, post_forward
+        group.pre_backward, group.post_backward = without_dynamo(pre_backward), without_dynamo(post_backward)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a parameter of the block requires a gradient."""
+        return any(record.sharded_param.requires_grad for record in self._group.fsdp_params)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the next ``end`` of a backward pass reduces gradients."""
+        return bool(self._group.reduce_grads)
+
+    @property
+    def reduces_fully(self) -> bool:
+        """Whether it reduces them over all ranks, and not only over those that share one copy of the model."""
+        return bool(self._group.reduce_grads and self._group.all_reduce_grads)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The sharded parameters."""
+        return [record.sharded_param for record in self._group.fsdp_params]
+
+    def begin_forward(self) -> None:
+        """Gather the parameters, as if the block ran."""
+        self._pre_forward(self.module, (), {})
+
+    def end_forward(self) -> None:
+        """End what :meth:`begin_forward` began."""
+        self._post_forward(self.module, (), None)
+
+    def begin_backward(self) -> None:
+        """Gather the parameters for a backward pass, as if it reached the block."""
+        self._pre_backward(True)
+
+    def end_backward(self) -> None:
+        """Reduce the block's gradients, and free its parameters."""
+        self._post_backward()
+
+    def zero_missing(self) -> list[Tensor]:
+        """Give a zero to each trained parameter without a gradient to reduce, and return these sharded parameters."""
+        if self._group._orig_dtype is None and self.is_trained:  # it was frozen as a whole when it ran first
+            self._group._init_mp_dtypes()
+        records = [record for record in self._group.fsdp_params if hasattr(record, "_unsharded_param")]
+        if any(vars(record).get("unsharded_accumulated_grad") is not None for record in records):
+            for record in records:  # all gradients of one reduction have one dtype
+                if vars(record).get("unsharded_accumulated_grad") is None:
+                    record.to_accumulated_grad_if_needed()
+        missing = [record for record in records if record.sharded_param.requires_grad and not _unreduced(record)]
+        dtypes = {gradients[0].dtype for record in records if (gradients := _unreduced(record))}
+        for record in missing:
+            whole = record._unsharded_param
+            # Under tensor parallelism it is a DTensor, and with fp8 a tensor that computes in fp8, whose gradient is an ordinary one.
+            zero = (
+                torch.zeros_like(whole, requires_grad=False)
+                if hasattr(whole, "placements")
+                else torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)
+            )
+            if dtypes and zero.dtype not in dtypes:
+                record.unsharded_accumulated_grad = zero.to(*dtypes)
+            else:
+                whole.grad = zero
+        return [record.sharded_param for record in missing]
+
+    def has_unreduced(self) -> bool:
+        """Whether the block has gradients that are not reduced yet."""
+        return any(_unreduced(record) for record in self._group.fsdp_params)
+
+
+class FSDPSteps:
+    """What follows the steps of blocks, by their numbers; see :class:`FSDPBlock`."""
+
+    def begin_forward(self, number: int) -> None:
+        """Called before a block gathers its parameters for a forward pass."""
+
+    def end_forward(self, number: int) -> None:
+        """Called before a block frees its parameters after its forward pass."""
+
+    def begin_backward(self, number: int) -> None:
+        """Called before a block gathers its parameters for a backward pass."""
+
+    def end_backward(self, number: int) -> None:
+        """Called in place of the end of a block's backward pass, :meth:`FSDPBlock.end_backward`."""
+
+    def end_pass(self, finish: Callable[[], None]) -> None:
+        """Called at the end of a backward pass over all blocks, in place of FSDP2's ``finish``."""
+        finish()
+
+
+def fsdp_blocks(root: nn.Module) -> list[FSDPBlock]:
+    """The blocks of a model that FSDP2 shards, in the order of its modules."""
+    return [FSDPBlock(group.modules[0], group) for group in _fsdp_groups([root])]
+
+
+def follow_fsdp(root: nn.Module, blocks: Iterable[FSDPBlock], steps: FSDPSteps) -> None:
+    """Let ``steps`` follow all forward and backward passes of ``root``."""
+    for number, block in enumerate(blocks):
+        block.replace(steps, number)
+    for module in root.modules():
+        if hasattr(type(module), "_get_fsdp_state"):
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            state._root_post_backward_final_callback = partial(
+                steps.end_pass, state._root_post_backward_final_callback
+            )
 
 
 def _fsdp_groups(models: Iterable[nn.Module]) -> Iterator[Any]:

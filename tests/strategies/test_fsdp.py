@@ -304,6 +304,127 @@ def rank_unused() -> Any:
     return found
 
 
+class Experts(nn.Module):
+    """A loop over experts, which leaves out those without samples; a sample's expert is the whole part of its first value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number, layer in enumerate(self.experts):
+            rows = (expert == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, layer(x[rows]))
+        return out
+
+
+class Conditional(nn.Module):
+    """Experts in two layers, and at the top two heads, which are both computed; ``plan`` says what a micro-batch leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.heads = nn.ModuleList(Block() for _ in range(2))  # run last
+        self.layers = nn.ModuleList(Experts() for _ in range(2))
+        self.frozen = nn.ModuleList(Block() for _ in range(2)).requires_grad_(False)
+
+    def forward(self, x: Tensor, plan: list[int]) -> Tensor:
+        expert, dropped, head = plan
+        experts = (torch.arange(len(x)) + expert).clamp(max=expert + 1) % 4
+        for number, layer in enumerate(self.frozen):
+            if number != dropped:
+                x = layer(x)
+        for number, layer in enumerate(self.layers):
+            if number != dropped:
+                x = layer(x, experts)
+        loss: Tensor = [layer(x) for layer in self.heads][head].square().mean()
+        return loss
+
+
+PLANS = [[[0, 2, 0], [2, 2, 1]], [[1, 0, 0], [1, 0, 1]], [[3, 0, 1], [0, 1, 1]], [[2, 1, 1], [2, 1, 1]], [[2, 2, 0], [2, 2, 1]]]
+"""For each micro-batch and rank: the first of two experts, a layer to leave out (2: none), the head. Some leave out what the other rank runs,
+some what nobody runs."""
+
+
+def bare_conditional(window: int) -> Tensor:
+    model = Conditional()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
+    for step in range(5):
+        if step == 3:
+            model.frozen.requires_grad_(True)
+        for micro in range(window):
+            for rank in range(2):
+                loss = model(data(8)[4 * rank :][:4], PLANS[(step * window + micro) % 5][rank])
+                (loss / (2 * window)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+def conditional(window: int, precision: str = "32-true", **settings: Any) -> Tensor:
+    engine = Engine(
+        accelerator="cpu", strategy=FSDP(**settings), accumulate_grad_batches=window, precision=precision
+    )
+    model = engine.prepare(Conditional())
+    optimizer = engine.prepare(torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5))
+    rank = engine.process_index
+    for step in range(5):
+        if step == 3:
+            model.frozen.requires_grad_(True)
+        for micro in range(window):
+            with engine.accumulate(model):
+                engine.backward(model(data(8)[4 * rank :][:4], PLANS[(step * window + micro) % 5][rank]))
+                optimizer.step()
+                optimizer.zero_grad()
+    with torch.no_grad():  # ranks leave out different blocks in an evaluation, too
+        one = model(data(8)[4 * rank :][:4], PLANS[0][rank])
+        two = model(data(8)[4 * rank :][:4], PLANS[2][rank])
+    weights = flat(model)
+    whole = Conditional()
+    nn.utils.vector_to_parameters(weights, whole.parameters())
+    with torch.no_grad():
+        for value, plan in ((one, PLANS[0][rank]), (two, PLANS[2][rank])):
+            assert precision != "32-true" or apart(value, whole(data(8)[4 * rank :][:4], plan)) < 1e-6
+    return weights
+
+
+CONDITIONAL: dict[str, tuple[int, dict[str, Any]]] = {
+    "default": (1, {}),
+    "window": (2, {}),
+    "experts are blocks": (2, {"blocks": ["Experts", "Block"]}),
+    "kept gathered": (1, {"reshard_after_forward": False}),
+    "reduced each time": (2, {"reduce_each_micro_batch": True}),
+    "some whole": (1, {"ignore": "layers.*.norm.*"}),
+}
+
+
+def rank_conditional() -> Any:
+    found = {name: apart(conditional(window, **s), bare_conditional(window)) for name, (window, s) in CONDITIONAL.items()}
+    found["bf16"] = apart(conditional(2, "bf16-mixed"), bare_conditional(2))
+    return found
+
+
+def rank_two_losses() -> Any:
+    """Two forward passes with other heads and layers on each rank, then two backward passes."""
+    found = []
+    for engine in (None, Engine(accelerator="cpu", strategy="fsdp")):
+        plain = Conditional()
+        model = plain if engine is None else engine.prepare(plain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            for rank in range(2) if engine is None else [engine.process_index]:
+                x = data(8)[4 * rank :][:4]
+                losses = [model(factor * x, PLANS[step + factor][rank]) for factor in (1, 2)]
+                for loss in losses:
+                    (loss / 2).backward() if engine is None else engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(flat(model))
+    return apart(*found)
+
+
 class Overflow(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         bad = batch_idx == 1 and self.global_rank == 1
@@ -610,6 +731,19 @@ def test_bf16(found: Any) -> None:
 
 def test_a_block_that_the_forward_pass_leaves_out_may_accumulate_in_half_precision(found: Any) -> None:
     assert found["unused"] == [[[0.0, False], [0.0, True], [0.0, True]]] * 2
+
+
+@pytest.mark.parametrize("case", CONDITIONAL)
+def test_ranks_leave_out_different_blocks(found: Any, case: str) -> None:
+    assert max(rank[case] for rank in found["conditional"]) < 2e-6
+
+
+def test_ranks_leave_out_different_blocks_in_bf16(found: Any) -> None:
+    assert max(rank["bf16"] for rank in found["conditional"]) < 4e-2
+
+
+def test_ranks_leave_out_different_blocks_of_two_losses(found: Any) -> None:
+    assert max(found["two_losses"]) < 1e-6
 
 
 def test_an_overflow_on_one_rank_is_skipped_by_both(found: Any) -> None:

@@ -1,0 +1,430 @@
+"""The order in which ranks gather and reduce the blocks of a model that FSDP shards, where some ranks leave blocks out.
+
+FSDP2 pairs the ranks' collectives by their order alone. A rank that leaves out a block that another rank runs (an expert without tokens, a dropped
+layer, an early exit) would compute with another block's parameters, and add gradients of different parameters. So all ranks gather and reduce the
+blocks in one order: what a rank leaves out it gathers and frees all the same, and reduces zeros for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine.distributed import stacks
+from engine.distributed.collectives import gather_json
+from engine.distributed.group import Group
+from engine.strategies.unreached import UnreachedParameters
+from engine.utils import torch_private
+from engine.utils.log import logger
+from engine.utils.torch_private import FSDPBlock, FSDPSteps
+
+PATIENCE_S = 5.0
+"""Seconds after which a rank that runs blocks in a new order warns that other ranks do not."""
+MOST_PASSES = 4
+"""Forward passes before a backward pass, and backward passes after it, that are told apart."""
+
+# A step is the number of a block, where it begins, or the complement of the number, where it ends: ~3 ends block 3.
+
+
+class Order:
+    """The steps of one kind of pass, the same on all ranks.
+
+    Args:
+        parts: the first guess; a backward pass has a part for each forward pass.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[int]], is_backward: bool) -> None:
+        self.steps = [step for part in parts for step in part]
+        self.is_backward = is_backward
+        self.is_settled = not is_backward
+        """Whether parts that the backward pass does not reach were removed."""
+        self.idle: set[int] = set()
+        """Blocks that no rank's backward pass reached when it was new; their steps are left out while they are frozen."""
+        self._lengths = list(map(len, parts))
+
+    def settle(self, made: set[int], without_grad: set[int]) -> None:
+        """Remove parts of which no rank has ``made`` a step (by index), unless that is all, and steps that none has made of blocks ``without_grad``."""
+        bounds = [0, *itertools.accumulate(self._lengths)]
+        idle = [range(low, high) for low, high in itertools.pairwise(bounds) if made.isdisjoint(range(low, high))]
+        dropped = set(itertools.chain.from_iterable(idle)) if len(idle) < len(self._lengths) else set()
+        not_made = self._not_made(made)
+        self.idle = {self.steps[index] for index in not_made} - {self.steps[index] for index in made}
+        self._remove(dropped | {index for index in not_made if self.steps[index] in without_grad})
+        self.is_settled = True
+
+    def drop_old_places(self, made: set[int]) -> None:
+        """Remove the steps of blocks that ranks have ``made`` at another place (by index), after steps were added."""
+        elsewhere = {self.steps[index] for index in made}
+        self._remove({index for index in self._not_made(made) if self.steps[index] in elsewhere})
+
+    def _not_made(self, made: set[int]) -> list[int]:
+        return [index for index, step in enumerate(self.steps) if step >= 0 and index not in made]
+
+    def _remove(self, dropped: set[int]) -> None:
+        """Remove steps by index, and the ends of blocks whose begin is removed."""
+        for index in [index for index in dropped if self.steps[index] >= 0]:
+            if ~self.steps[index] in self.steps[index:]:
+                dropped.add(self.steps.index(~self.steps[index], index))
+        self.steps = [step for index, step in enumerate(self.steps) if index not in dropped]
+
+
+class Pass:
+    """One pass in its :class:`Order`: makes the steps that this rank leaves out, each before the next one that it makes.
+
+    Args:
+        order: the order; a new step is added if all ranks make it.
+        blocks: the model.
+    """
+
+    def __init__(self, order: Order, blocks: BlockOrder) -> None:
+        self.order, self._blocks, self._next = order, blocks, 0
+        self.made: set[int] = set()
+        """The indices of the steps that this rank has made by itself."""
+        self.open: list[int] = []
+        """Blocks that run now."""
+        self.has_new = False
+        """Whether steps were added to the order."""
+
+    def reach(self, step: int) -> None:
+        """Make the steps before ``step``, which this rank makes now."""
+        steps, at = self.order.steps, self._next
+        if at == len(steps) or steps[at] != step:
+            found = self._find(step)
+            at = self._add(step) if found is None else found
+            self._make(at)
+        self._next = at + 1
+        self.made.add(at)
+        if step >= 0:
+            self.open.append(step)
+        elif ~step in self.open:
+            self.open.remove(~step)
+
+    def left(self) -> list[int]:
+        """The steps after the latest one."""
+        return self.order.steps[self._next :]
+
+    def complete(self, until: int | None = None) -> None:
+        """Make all steps that are left, or those before the step ``until``."""
+        steps = self.order.steps
+        self._make(len(steps) if until is None else steps.index(until, self._next))
+
+    def _make(self, end: int) -> None:
+        while self._next < end:
+            self._next += 1
+            self._blocks.make(self.order.steps[self._next - 1], self)
+
+    def _find(self, step: int) -> int | None:
+        """The index of ``step`` among the steps that are left."""
+        steps, bound = self.order.steps, self._bound()
+        if step < 0 and bound < len(steps) and steps[bound] == step:
+            return bound
+        return steps.index(step, self._next, bound) if step in steps[self._next : bound] else None
+
+    def _bound(self) -> int:
+        """The index of the next end of a block that runs in this forward pass: what comes after it cannot come now."""
+        steps = self.order.steps
+        if not self.order.is_backward:
+            for index in range(self._next, len(steps)):
+                if steps[index] < 0 and ~steps[index] in self.open:
+                    return index
+        return len(steps)
+
+    def _add(self, step: int) -> int:
+        """Add a step to the order if all ranks make it now, or another one of the same part of the model. Return its index.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        added = self._blocks.steps_to_add(step, self)
+        if not self.order.is_backward:  # other ranks may make the steps that are left
+            self._make(self._bound())
+        at = self._blocks.agree(self._next, step, added, self)
+        self._make(at)
+        self.has_new = True
+        self.order.steps[at:at] = added
+        return self.order.steps.index(step, at)
+
+
+class BlockOrder(FSDPSteps):
+    """Keeps the ranks' collectives for the blocks of ``root`` in one order.
+
+    In a forward pass the first guess is the order of the modules in the model, and in a backward pass the opposite of the forward passes before it.
+    Where all ranks run blocks in another order, they agree on it when it is new, by a small collective for each step; no later pass has one.
+
+    A parameter that this rank has not reached gets a zero gradient, for the ranks that have; one that no rank has reached gets none, as in one process.
+
+    Args:
+        root: the sharded model.
+        ranks: the ranks that share its blocks and train on different samples.
+        apart: parameters that FSDP ignores, whose gradients are averaged at the end of each backward pass that reduces.
+    """
+
+    def __init__(self, root: nn.Module, ranks: Group, apart: Sequence[Tensor]) -> None:
+        self._root, self._ranks, self._apart = root, ranks, apart
+        self._blocks: list[FSDPBlock] = torch_private.fsdp_blocks(root)
+        self._own = next((number for number, block in enumerate(self._blocks) if block.module is root), None)
+        self._orders: dict[object, Order] = {}
+        self._forward: Pass | None = None
+        self._backward: Pass | None = None
+        self._passes: list[Order] = []  # forward passes since the last backward pass
+        self._backwards = 0  # backward passes since the last forward pass
+        self._without_grad: set[int] = set()  # blocks that ran without gradients in these forward passes
+        self._begun: set[int] = set()  # blocks whose backward pass has begun, and has not ended
+        self._ended: set[int] = set()  # blocks whose backward pass was ended before its own end came
+        self._has_grad = self._finishing = False
+        every = [*(p for block in self._blocks for p in block.parameters), *apart]
+        self._unreached = UnreachedParameters(ranks, every)
+        torch_private.follow_fsdp(root, self._blocks, self)
+        root.register_forward_pre_hook(self._begin_forward_pass, prepend=True)
+        root.register_forward_hook(self._end_forward_pass, prepend=True)
+
+    # -- forward ----------------------------------------------------------------------------------------------------------------
+
+    @torch_private.without_dynamo
+    def _begin_forward_pass(self, module: nn.Module, inputs: Any) -> None:
+        self._backward = None  # an error may have ended one early
+        has_grad = self._has_grad = torch.is_grad_enabled()
+        if has_grad:
+            if self._backwards:
+                self._passes, self._backwards, self._without_grad = [], 0, set()
+            if len(self._passes) == MOST_PASSES:
+                self._passes.pop(0)
+        key = ("forward", has_grad, len(self._passes) if has_grad else 0)
+        if key not in self._orders:
+            known = next((order.steps for order in self._orders.values() if not order.is_backward), None)
+            self._orders[key] = Order([known or list(_in_model(self._root, self._blocks))], False)
+        if has_grad:
+            self._passes.append(self._orders[key])
+        self._forward = Pass(self._orders[key], self)
+
+    @torch_private.without_dynamo
+    def _end_forward_pass(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        running = self._forward
+        if running is None:
+            return
+        running.complete(None if self._own is None else ~self._own)
+        self._forward = None
+        if running.has_new:
+            running.order.drop_old_places(self._made_by_any(running))
+
+    def begin_forward(self, number: int) -> None:
+        if self._forward is not None:
+            self._forward.reach(number)
+            if self._has_grad and not torch.is_grad_enabled():
+                self._without_grad.add(number)
+
+    def end_forward(self, number: int) -> None:
+        if self._forward is not None:
+            self._forward.reach(~number)
+
+    # -- backward ---------------------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, number: int) -> None:
+        if self._backward is None:
+            self._begin_backward_pass()
+        assert self._backward is not None
+        self._backward.reach(number)
+        self._mark_begun(number)
+
+    def _mark_begun(self, number: int) -> None:
+        self._begun.add(number)
+        self._ended.discard(number)
+
+    def _begin_backward_pass(self) -> None:
+        key = ("backward", len(self._passes), min(self._backwards, MOST_PASSES))
+        if key not in self._orders:
+            self._orders[key] = Order(self._opposite(), True)
+        self._backward, self._begun, self._ended = Pass(self._orders[key], self), set(), set()
+        self._unreached.begin()
+
+    def _opposite(self) -> list[list[int]]:
+        """The steps of the forward passes, backwards. The root begins once, and ends once."""
+        parts = [[~step for step in reversed(order.steps)] for order in reversed(self._passes)]
+        own = self._own
+        if own is not None:
+            begins, ends = [part[0] == own for part in parts], [part[-1] == ~own for part in parts]
+            parts = [
+                part[begin and number > 0 : len(part) - (end and number < len(parts) - 1)]
+                for number, (part, begin, end) in enumerate(zip(parts, begins, ends, strict=True))
+            ]
+        return parts
+
+    def end_backward(self, number: int) -> None:
+        block, running = self._blocks[number], self._backward
+        if running is None or (self._finishing and number not in self._begun):
+            block.end_backward()
+        elif self._finishing:  # its inputs need no gradient, and the order has no place for its end
+            self._end_block(number, running)
+        elif number not in self._ended:
+            running.reach(~number)
+            self._end_block(number, running)
+
+    def _end_block(self, number: int, running: Pass) -> None:
+        block = self._blocks[number]
+        self._begun.discard(number)
+        if block.reduces:
+            self._unreached.add(block.zero_missing(), block.parameters)
+            if self._unreached.missing and block.reduces_fully and not self._apart and self._reduces_no_more(running):
+                self._unreached.ask()
+        block.end_backward()
+
+    def _reduces_no_more(self, running: Pass) -> bool:
+        """Whether the pass reduces no block after the present one."""
+        return not any(step < 0 and self._blocks[~step].is_trained for step in running.left())
+
+    def make(self, step: int, running: Pass) -> None:
+        """Make a step that this rank leaves out."""
+        number = max(step, ~step)
+        if number in running.order.idle and number not in self._begun and not self._blocks[number].is_trained:
+            return
+        if running is self._forward:
+            if step >= 0:
+                self._blocks[step].begin_forward()
+            else:
+                self._blocks[~step].end_forward()
+        elif step >= 0:
+            self._mark_begun(step)
+            self._blocks[step].begin_backward()
+        else:
+            self._ended.add(~step)
+            self._end_block(~step, running)
+
+    def end_pass(self, finish: Callable[[], None]) -> None:
+        running = self._backward
+        if running is None:
+            finish()
+            return
+        self._finishing = True
+        try:
+            running.complete()
+            self._check_complete()
+            reduces = [block for block in self._blocks if block.reduces_fully]
+            if reduces and self._apart:
+                self._average_apart()
+            finish()
+        finally:
+            self._finishing, self._backward = False, None
+            self._backwards += 1
+        if reduces:
+            self._unreached.clear()
+        if not running.order.is_settled:
+            running.order.settle(self._made_by_any(running), self._without_grad_on_any())
+
+    def _check_complete(self) -> None:
+        """Check that the backward pass added nothing to gradients that were reduced before.
+
+        Raises:
+            RuntimeError: it did.
+        """
+        blocks = [(number, self._blocks[number]) for number in self._ended]
+        late = [number for number, block in blocks if block.reduces and block.has_unreduced()]
+        if late:
+            raise RuntimeError(
+                f"the backward pass added to gradients of {self._names(late)} after FSDP had reduced them, because other blocks began in between. "
+                "Blocks must run in one order, and use their parameters in their own forward pass only"
+            )
+
+    def _average_apart(self) -> None:
+        """Average the gradients of the parameters that FSDP ignores; averaging those that are averaged already does no harm."""
+        missing = [p for p in self._apart if p.requires_grad and p.grad is None]
+        self._unreached.add(missing, self._apart)
+        self._unreached.ask()
+        for parameter in self._apart:
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=self._ranks.wide)
+                parameter.grad.div_(self._ranks.world_size)
+
+    # -- the other ranks --------------------------------------------------------------------------------------------------------
+
+    def _made_by_any(self, running: Pass) -> set[int]:
+        """The indices of the steps that some rank has made by itself."""
+        return set().union(*gather_json(self._ranks, sorted(running.made)))
+
+    def _without_grad_on_any(self) -> set[int]:
+        return set().union(*gather_json(self._ranks, sorted(self._without_grad)))
+
+    def steps_to_add(self, step: int, running: Pass) -> list[int]:
+        """The steps to add for one that is new in the order: in a forward pass those of all blocks in its part of the model, because each rank may
+        run others of them first."""
+        if running is self._backward or step < 0 or running.open[1:]:
+            return [step]
+        blocks = [block.module for block in self._blocks if block.module is not self._root]
+        part = next(part for part in _parts(self._root, blocks) if self._blocks[step].module in set(part.modules()))
+        return list(_in_model(part, self._blocks))
+
+    def agree(self, at: int, step: int, added: Sequence[int], running: Pass) -> int:
+        """Agree on steps that are new in the order, if all ranks make one of them now. Return their index.
+
+        Args:
+            at: the index of this rank's next step.
+            step: the step that this rank makes.
+            added: the steps to add.
+
+        Raises:
+            RuntimeError: they do not; raised on all ranks.
+        """
+        kind = "backward" if running is self._backward else "forward"
+        doing = (
+            f"waiting for the other ranks, because it {'begins' if step >= 0 else 'ends'} the {kind} pass of block "
+            f"{self._names([max(step, ~step)])} at a place where none of them did so before: ranks may leave blocks out, but must run them in one order"
+        )
+        warning = threading.Timer(PATIENCE_S, logger.warning, [f"rank {self._ranks.rank} is {doing}"])
+        warning.daemon = True
+        warning.start()
+        try:
+            with stacks.doing(doing):
+                requests = gather_json(self._ranks, [kind, step, at, list(added)])
+        finally:
+            warning.cancel()
+        if any([request[0], request[3]] != [kind, list(added)] for request in requests):
+            lines = "\n".join(
+                f"  rank {rank} {'begins' if number >= 0 else 'ends'} the {pass_kind} pass of {self._names([max(number, ~number)])}"
+                for rank, (pass_kind, number, *_) in enumerate(requests)
+            )
+            raise RuntimeError(
+                f"the ranks run the blocks of FSDP in different orders:\n{lines}\nRanks may leave blocks out, but must run them in one order; "
+                "FSDP(blocks=...) names the modules that are blocks"
+            )
+        return max(int(request[2]) for request in requests)
+
+    def _names(self, numbers: Sequence[int]) -> str:
+        """The names of these blocks in the user's module."""
+        names = {id(module): name.removeprefix("module.") or "the model" for name, module in self._root.named_modules()}
+        return ", ".join(names[id(self._blocks[number].module)] for number in numbers)
+
+
+def _parts(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The children of the innermost module that contains all blocks; that is ``root``, or inside of wrappers and containers in it."""
+    children = list(root.children())
+    for child in children:
+        if set(blocks) <= set(child.modules()) - {child}:
+            return _parts(child, blocks)
+    return children
+
+
+def _in_model(root: nn.Module, blocks: Sequence[FSDPBlock]) -> Iterator[int]:
+    """The steps of blocks in the order of the model's modules."""
+    numbers = {id(block.module): number for number, block in enumerate(blocks)}
+    seen: set[int] = set()
+
+    def walk(module: nn.Module) -> Iterator[int]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        number = numbers.get(id(module))
+        if number is not None:
+            yield number
+        for child in module.children():
+            yield from walk(child)
+        if number is not None:
+            yield ~number
+
+    return walk(root)
