@@ -323,6 +323,10 @@ class Engine:
         self.enter_window(models)
         try:
             yield
+        except Exception as error:
+            if text := self.strategy.explain(error, "the accumulate block"):
+                raise RuntimeError(text) from error
+            raise
         finally:
             own_loop.leave(self.window, models)
 
@@ -355,11 +359,16 @@ class Engine:
         if position.held and not position.accumulating:
             own_loop.release(self.window)
         root, divisor = weights.weigh(loss, self.loss_group.world_size, self.scaler is not None)
-        if divisor == 1.0 and self.scaler is None:
-            root.backward(**kwargs)
-        else:
-            seed = weights.seed(divisor, root)
-            root.backward(seed if self.scaler is None else self.scaler.seed(seed), **kwargs)
+        try:
+            if divisor == 1.0 and self.scaler is None:
+                root.backward(**kwargs)
+            else:
+                seed = weights.seed(divisor, root)
+                root.backward(seed if self.scaler is None else self.scaler.seed(seed), **kwargs)
+        except Exception as error:
+            if text := self.strategy.explain(error, "the backward pass"):
+                raise RuntimeError(text) from error
+            raise
         if weights.watched is not None:
             weights.attribute()
 

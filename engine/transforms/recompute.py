@@ -102,7 +102,7 @@ def _without_cache(
         )
     warn_once(
         f"activation_checkpointing: blocks such as {type(block).__name__} are trained without the cache that the model made "
-        "(use_cache=True), because recomputing would fill it twice; out.past_key_values stays empty. To say so yourself: model.config.use_cache = False"
+        "(use_cache=True), because recomputing would fill it twice; out.past_key_values stays empty. To say so: model.config.use_cache = False"
     )
     changed = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
     if changed.get("use_cache"):

@@ -216,8 +216,8 @@ class DrivenModel(nn.Module):
         )
         if what:
             raise RuntimeError(
-                f"{what} under ZeRO stage 3, which frees each layer's weights after their pass: use stage 1 or 2, or strategy='ddp'; for several losses "
-                "add them up, or run the model once for each"
+                f"{what} under ZeRO stage 3, which frees each layer's weights after their pass: use stage 1 or 2, or strategy='ddp'; "
+                "for several losses add them up, or run the model once for each"
             )
 
     def step(self, divisor: float | None, max_norm: float | None, checked: bool) -> tuple[Tensor | None, bool]:
