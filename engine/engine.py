@@ -332,6 +332,10 @@ class Engine:
         self.enter_window(models)
         try:
             yield
+        except Exception as error:
+            if text := self.strategy.explain(error, "the accumulate block"):
+                raise RuntimeError(text) from error
+            raise
         finally:
             own_loop.leave(self.window, models)
 
@@ -367,11 +371,16 @@ class Engine:
         position.passes += 1
         if position.passes > position.reduced_passes:
             self.strategy.follow_pass()
-        if divisor == 1.0 and self.scaler is None:
-            root.backward(**kwargs)
-        else:
-            seed = weights.seed(divisor, root)
-            root.backward(seed if self.scaler is None else self.scaler.seed(seed), **kwargs)
+        try:
+            if divisor == 1.0 and self.scaler is None:
+                root.backward(**kwargs)
+            else:
+                seed = weights.seed(divisor, root)
+                root.backward(seed if self.scaler is None else self.scaler.seed(seed), **kwargs)
+        except Exception as error:
+            if text := self.strategy.explain(error, "the backward pass"):
+                raise RuntimeError(text) from error
+            raise
         if weights.watched is not None:
             weights.attribute()
 

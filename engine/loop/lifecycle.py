@@ -126,6 +126,8 @@ def _cause(run: Run, error: BaseException) -> BaseException:
     """Return the error to report to callbacks and the caller: ``error``, or the one that caused it, such as another rank's failure."""
     if run.interrupted and not isinstance(error, KeyboardInterrupt):
         error = KeyboardInterrupt()  # data workers get Ctrl-C too, and their exit is noticed first
+    if isinstance(error, Exception) and (text := run.engine.strategy.explain(error, type(run.module).__name__)):
+        error = RuntimeError(text)
     ranks = script_ranks.current()
     if ranks is not None:
         try:

@@ -94,5 +94,10 @@ class GradientSync:
         """The stream from which the optimizer draws random numbers in its steps; ``None``: from the rank's own numbers. Asked at its first step."""
         return None
 
-    def explain_step_error(self, optimizer: Optimizer, error: Exception) -> None:
-        """Raise a clearer error for one that the optimizer's first step has raised, if there is more to say."""
+    def explain(self, error: Exception, doing: str) -> str:
+        """What is behind an error that torch has raised, and what to do; empty if there is nothing to add.
+
+        Args:
+            doing: the beginning of the sentence: ``"the step of SGD"``, ``"the backward pass"`` or ``"the training step"``.
+        """
+        return ""

@@ -47,9 +47,9 @@ class OptimizerRandom:
         """The stream of this optimizer's steps on this rank; ``None``: the rank's own numbers serve."""
         return self._gradient_sync.step_stream(optimizer)
 
-    def explain(self, optimizer: Optimizer, error: Exception) -> None:
-        """Raise a clearer error for one that the optimizer's first step has raised, if the strategy knows one."""
-        self._gradient_sync.explain_step_error(optimizer, error)
+    def explain(self, optimizer: Optimizer, error: Exception) -> str:
+        """What is behind an error of the optimizer's step, as :meth:`GradientSync.explain` says."""
+        return self._gradient_sync.explain(error, f"the step of {type(optimizer).__name__}")
 
     def seed_of(self, stream: int, count: int) -> int:
         """The seed of the step after ``count`` others. Below 2**32, because torch's generator on CPUs takes no more of it."""
@@ -115,8 +115,8 @@ class SharedStep:
         try:
             result = self._original(*args, **kwargs) if self._stream is None else self._draw(self._stream, args, kwargs)
         except Exception as error:
-            if not self._stepped:
-                self._random.explain(self.optimizer, error)
+            if text := self._random.explain(self.optimizer, error):
+                raise ValueError(text) from error
             raise
         self._stepped = True
         self.count += 1

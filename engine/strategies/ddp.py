@@ -21,7 +21,7 @@ from engine.strategies.ddp_replica import Replica
 from engine.strategies.unreduced_gradients import GradientAverage, LaterPasses, PassCount, ReachedParameters
 from engine.transforms.blocks import user_module
 from engine.utils.errors import nearest
-from engine.utils.parameters import is_sharded
+from engine.utils.parameters import is_sharded, of_classes
 
 HOOKS = ("fp16", "bf16", "powersgd")
 
@@ -83,6 +83,10 @@ class DDP(Strategy):
             self.share_parameters(model)
             self._watches.append(model.register_forward_pre_hook(_still_frozen))
             return model
+        if quantized := of_classes(model, ("Int8Tensor",)):
+            raise ValueError(
+                f"{', '.join(quantized[:3])}: torchao's weights in 8 bits cannot be sent between ranks; use bitsandbytes' ones, or unquantized"
+            )
         device = self.group.device
         wrapped = Replica(
             model,

@@ -24,7 +24,7 @@ from engine.distributed.collectives import all_reduce, gather_json
 from engine.distributed.group import Group
 from engine.step.gradient_sync import StepStream
 from engine.step.optimizers import is_of_torch
-from engine.strategies import deferred_init, dtensors, sharded_norms, sharded_states
+from engine.strategies import deferred_init, dtensors, shard_errors, sharded_norms, sharded_states
 from engine.strategies.base import (
     Strategy,
     broadcast_from_rank_0,
@@ -182,11 +182,13 @@ class FSDP(Strategy):
                 f"{class_name(model)} is sharded in part, but not as a whole: give the module that was prepared before, "
                 "or a new one with whole parameters, which strategy='fsdp' shards"
             )
+        shard_errors.check_model(model)
         self._replacements.begin(model, self.group)
 
     def _shard(self, model: nn.Module) -> None:
         self.transform(model)
         self._shard_parts(model, [model])
+        shard_errors.watch_first_pass(model)
 
     def _shard_parts(self, model: nn.Module, roots: Sequence[nn.Module]) -> None:
         """Shard ``roots``, which are modules of ``model``, block by block; settings name parameters and modules as ``model`` does."""
@@ -278,6 +280,7 @@ class FSDP(Strategy):
                     if old in optimizer.state:
                         state = optimizer.state.pop(old)
                         optimizer.state[new] = {key: dtensors.shard_like(value, new) for key, value in state.items()}
+            shard_errors.check_optimizer(optimizer, parameters)
             if type(optimizer).__module__.startswith("torchao.optim") and any(
                 dtensors.is_dtensor(p) for p in parameters
             ):
@@ -333,6 +336,9 @@ class FSDP(Strategy):
             f"training_step returned None on rank {self.group.rank} under {type(self).__name__}, whose backward passes all ranks run "
             "together: return Loss(out.sum() * 0, 0) to leave this micro-batch out"
         )
+
+    def explain(self, error: Exception, doing: str) -> str:
+        return "" if self.group.world_size == 1 else shard_errors.explained(str(error), doing)
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         if self.group.world_size > 1:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from engine.config.kinds import Recompute
 from engine.metrics.torchmetrics_states import unchanged
 from engine.transforms.blocks import blocks_of, user_module
+from engine.utils.log import warn_once
 
 State = dict[nn.Module, dict[str, Tensor | None]]
 Seen = list[tuple[nn.Module, dict[str, tuple[Tensor, int]]]]
@@ -65,6 +66,8 @@ def _recomputed(block: nn.Module, selective: bool, buffers: RecomputedBuffers, *
     forward = partial(type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if any(map(_is_cache, (*args, *kwargs.values()))):
+        args, kwargs = _without_cache(block, args, kwargs)
     if torch.compiler.is_compiling():  # a compiled graph updates buffers only once by itself
         context: dict[str, Any] = (
             {"context_fn": partial(create_selective_checkpoint_contexts, _saved_operations())} if selective else {}
@@ -76,6 +79,35 @@ def _recomputed(block: nn.Module, selective: bool, buffers: RecomputedBuffers, *
     )
     buffers.after(first_pass)
     return outputs
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether an argument of a block is a cache of keys and values, as decoders of transformers make one unless ``use_cache=False``."""
+    return type(value).__name__.endswith("Cache") and callable(getattr(value, "get_seq_length", None))
+
+
+def _without_cache(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments without the cache, which the second pass would fill again: its keys and values would count twice.
+
+    Raises:
+        ValueError: the cache has something from before this pass, which the block needs.
+    """
+    index = next((m.layer_idx for m in block.modules() if isinstance(getattr(m, "layer_idx", None), int)), 0)
+    if any(_is_cache(value) and value.get_seq_length(index) for value in (*args, *kwargs.values())):
+        raise ValueError(
+            f"activation_checkpointing: {type(block).__name__} got a cache that has keys and values already (past_key_values: a prefix, or a second "
+            "pass of one loop), and the pass that recomputes it would count them twice. Train it without activation_checkpointing"
+        )
+    warn_once(
+        f"activation_checkpointing: blocks such as {type(block).__name__} are trained without the cache that the model made "
+        "(use_cache=True), because recomputing would fill it twice; out.past_key_values stays empty. To say so: model.config.use_cache = False"
+    )
+    changed = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    if changed.get("use_cache"):
+        changed["use_cache"] = False
+    return tuple(None if _is_cache(value) else value for value in args), changed
 
 
 def _contexts(

@@ -22,6 +22,16 @@ def is_sharded(parameter: Tensor) -> bool:
     return hasattr(parameter, "placements") or hasattr(parameter, "sharded_by")
 
 
+def of_classes(module: nn.Module, classes: Sequence[str]) -> list[str]:
+    """The names of the module's parameters that are of these classes, or hold a tensor of one, each with its class: ``"fc.weight (Int8Tensor)"``."""
+    return [
+        f"{name} ({kind})"
+        for name, p in module.named_parameters()
+        for kind in {type(p).__name__, type(p.data).__name__}
+        if kind in classes
+    ]
+
+
 def frozen_except(module: nn.Module, optimizer: Any) -> list[Tensor]:
     """Freeze the module's parameters that the optimizer does not have, and return those that were not frozen before."""
     trained = {id(p) for p in parameters_of([optimizer])}

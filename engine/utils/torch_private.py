@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -287,6 +287,16 @@ def _unreduced(record: Any) -> list[Tensor]:
     whole = getattr(record, "_unsharded_param", None)
     gradients = [vars(record).get("unsharded_accumulated_grad"), None if whole is None else whole.grad]
     return [gradient for gradient in gradients if gradient is not None]
+
+
+def fate_of_gradient(parameter: Tensor) -> Literal["added", "returned", "none"]:
+    """Within a backward pass: what happens to the parameter's gradient. It is ``"added"`` to its ``grad``, ``"returned"`` by ``torch.autograd.grad``,
+    or not computed."""
+    try:
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        return "added" if torch._C._will_engine_execute_node(node) else "none"
+    except RuntimeError:  # torch does not answer for gradients that are returned
+        return "returned"
 
 
 def is_strided_shard(placement: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -268,3 +269,59 @@ def test_a_model_without_blocks() -> None:
 def test_wrong_settings(setting: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         Fit(activation_checkpointing=setting)
+
+
+class KeyCache:
+    """Keys and values by layer, as decoders of transformers keep them."""
+
+    def __init__(self, length: int = 0) -> None:
+        self.lengths = dict.fromkeys(range(3), length)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.lengths[layer_idx]
+
+
+class CachingLayer(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear, self.layer_idx = nn.Linear(4, 4), index
+
+    def forward(self, x: Tensor, past_key_values: KeyCache | None = None, use_cache: bool = False) -> Tensor:
+        assert use_cache is (past_key_values is not None)
+        out: Tensor = self.linear(x)
+        if past_key_values is not None:
+            out = out * (1 + past_key_values.get_seq_length(self.layer_idx))
+            past_key_values.lengths[self.layer_idx] += 1
+        return out
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(CachingLayer(i) for i in range(3))
+
+    def forward(self, x: Tensor, cache: KeyCache) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, past_key_values=cache, use_cache=True)
+        return x
+
+
+@pytest.mark.parametrize("setting", ["full", "selective", 2])
+def test_a_models_own_cache_is_not_filled_twice(setting: Any) -> None:
+    gradients = []
+    for chosen in (None, setting):
+        model, cache = Caching(), KeyCache()
+        engine = Engine(accelerator="cpu", activation_checkpointing=chosen)
+        prepared = engine.prepare(model)
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            engine.backward(prepared(torch.ones(1, 4), cache).square().mean())
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert torch.equal(*gradients)
+
+
+def test_a_cache_with_a_prefix_is_refused() -> None:
+    model = Engine(accelerator="cpu", activation_checkpointing="full").prepare(Caching())
+    with pytest.raises(ValueError, match="CachingLayer got a cache that has keys and values already"):
+        model(torch.ones(1, 4), KeyCache(3))

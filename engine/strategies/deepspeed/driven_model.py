@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from importlib import metadata
 from io import StringIO
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from engine.step.optimizers import Modes
 from engine.strategies.base import class_name
 from engine.strategies.deepspeed.shards import Shards
 from engine.strategies.model_structure import ShardedStructure
+from engine.utils import torch_private
 from engine.utils.parameters import parameters_of
 from engine.utils.tree import leaves, map_tensors
 
@@ -160,7 +162,7 @@ class DrivenModel(nn.Module):
             tensors = iter(out)
             out = map_tensors(lambda tensor: next(tensors), nested)
         if stage and self._engine and torch.is_grad_enabled():
-            map_tensors(self._watch, out)
+            map_tensors(partial(self._watch, []), out)
         return out
 
     def _flatten(self, module: nn.Module, args: Any, out: Any) -> Any:
@@ -173,20 +175,50 @@ class DrivenModel(nn.Module):
     # DeepSpeed's own forward pass finds tensors only in lists and dicts, divides gradients by a fixed number of micro-batches, and
     # expects one backward pass per forward pass. So the model is called directly, and a backward pass begins when it reaches an output.
 
-    def _watch(self, tensor: Tensor) -> Tensor:
-        """Call :meth:`_backward_begins` when a backward pass reaches this output."""
+    def _watch(self, passed: list[bool], tensor: Tensor) -> Tensor:
+        """Call :meth:`_backward_begins` when a backward pass reaches this output. ``passed``: not empty once one has, for all outputs of a pass."""
         if tensor.grad_fn is not None:
-            tensor.register_hook(self._backward_begins)
+            tensor.register_hook(partial(self._backward_begins, passed))
         return tensor
 
-    def _backward_begins(self, gradient: Tensor) -> None:
-        """Prepare DeepSpeed for a backward pass, once, however many outputs it reaches."""
+    def _backward_begins(self, passed: list[bool], gradient: Tensor) -> None:
+        """Prepare DeepSpeed for a backward pass, once, however many outputs it reaches.
+
+        A pass that adds to no gradient is none for DeepSpeed: one through a frozen model, and ``torch.autograd.grad``.
+
+        Raises:
+            RuntimeError: stage 3 has freed the weights that this pass needs.
+        """
         engine = self._engine[0]
-        if engine.optimizer._backward_active_depth == 0:
-            self._fed = True
-            self.backwards += 1
-            engine.optimizer.clear_backward_seen_flag()
-            engine._backward_prologue()
+        if engine.optimizer._backward_active_depth:
+            return
+        if self.sharding[0] == 3:
+            self._check_weights(bool(passed))
+        passed.append(True)
+        if all(torch_private.fate_of_gradient(p) != "added" for p in self.module.parameters() if p.requires_grad):
+            return
+        self._fed = True
+        self.backwards += 1
+        engine.optimizer.clear_backward_seen_flag()
+        engine._backward_prologue()
+
+    def _check_weights(self, again: bool) -> None:
+        """Raise ``RuntimeError`` if this backward pass cannot work at stage 3. ``again``: another has gone through this forward pass."""
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        what = (
+            "create_graph=True (a gradient penalty)"
+            if torch.is_grad_enabled()  # autograd enables it for passes that create a graph
+            else "a second backward pass through one forward pass (retain_graph=True)"
+            if again
+            else "torch.autograd.grad with respect to parameters"
+            if any(torch_private.fate_of_gradient(p) == "returned" for p in trained)
+            else ""
+        )
+        if what:
+            raise RuntimeError(
+                f"{what} under ZeRO stage 3, which frees each layer's weights after their pass: use stage 1 or 2, or strategy='ddp'; "
+                "for several losses add them up, or run the model once for each"
+            )
 
     def step(self, divisor: float | None, max_norm: float | None, checked: bool) -> tuple[Tensor | None, bool]:
         """Divide gradients by ``divisor``, clip them to ``max_norm``, step; return the divided gradients' norm, and whether the step was applied.

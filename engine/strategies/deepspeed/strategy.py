@@ -51,7 +51,7 @@ from engine.strategies.deepspeed.shards import Shards
 from engine.strategies.owned_step import OwnedStepper, OwnsStep
 from engine.utils import accelerator, torch_private
 from engine.utils.log import warn_once
-from engine.utils.parameters import parameters_of
+from engine.utils.parameters import of_classes, parameters_of
 
 
 @dataclass(kw_only=True)
@@ -210,6 +210,10 @@ class DeepSpeed(Strategy, OwnsStep):
         super().place(model)
 
     def setup(self, model: nn.Module) -> nn.Module:
+        if self.zero_stage == 3 and (quantized := of_classes(model, ("Int8Params", "Int8Tensor"))):
+            raise ValueError(
+                f"{', '.join(quantized[:3])}: weights in 8 bits of these classes cannot be sharded by ZeRO stage 3; use stage 1 or 2"
+            )
         sharding = (self.zero_stage, self.group.world_size, self.precision.name)
         shards.mark_sharded(model)
         if isinstance(model, DrivenModel):

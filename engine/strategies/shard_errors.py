@@ -1,0 +1,116 @@
+"""What cannot be done with sharded parameters: refused before the first step where it is known, explained where torch says it in its own words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from engine.strategies.dtensors import is_dtensor
+from engine.utils import torch_private
+from engine.utils.parameters import of_classes
+from engine.utils.tree import leaves
+
+_WHOLE_MATRICES = {
+    "Adafactor": "it treats a parameter as a whole matrix",
+    "Rprop": "it selects elements in place, which torch does not do on shards",
+    "SparseAdam": "it needs sparse gradients, and sharded ones are dense",
+}
+"""Classes of ``torch.optim`` that cannot step sharded parameters, and why."""
+_INSTEAD = "use strategy='ddp', or an optimizer that treats each element by itself (AdamW, SGD and most others of torch.optim; Muon works, too)"
+
+
+def check_optimizer(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Check that one of torch's optimizers can step these parameters.
+
+    Raises:
+        ValueError: some are sharded, and it cannot; the message says why.
+    """
+    cls = type(optimizer)
+    reason = next(
+        (
+            _WHOLE_MATRICES[c.__name__]
+            for c in cls.__mro__
+            if c.__module__.startswith("torch.optim") and c.__name__ in _WHOLE_MATRICES
+        ),
+        None,
+    )
+    if reason is not None and any(map(is_dtensor, parameters)):
+        raise ValueError(f"{cls.__name__} cannot step sharded parameters: {reason}. To go on, {_INSTEAD}")
+
+
+def check_model(model: nn.Module) -> None:
+    """Check that the parameters of a model can be sharded.
+
+    Raises:
+        ValueError: a layer has sparse gradients, or weights that only work whole; the message names it.
+    """
+    for name, module in model.named_modules():
+        if (
+            getattr(module, "sparse", False) is True
+            and isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and module.weight.requires_grad
+        ):
+            raise ValueError(
+                f"{name or type(module).__name__} has sparse gradients (sparse=True), which cannot be reduced to shards: set sparse=False, or use "
+                "strategy='ddp'"
+            )
+    if quantized := of_classes(model, ("Int8Params", "Int8Tensor")):
+        raise ValueError(
+            f"{', '.join(quantized[:3])}{', ...' if len(quantized) > 3 else ''}: weights in 8 bits of these classes cannot be sharded. Use weights "
+            "in 4 bits (bitsandbytes' Linear4bit), or unquantized ones; bitsandbytes' 8 bits work under strategy='ddp'"
+        )
+
+
+def watch_first_pass(model: nn.Module) -> None:
+    """Explain ``torch.autograd.grad`` with respect to parameters in the first forward pass's backward passes; later ones are not watched."""
+
+    def check(gradient: Tensor) -> None:
+        if any(torch_private.fate_of_gradient(p) == "returned" for p in model.parameters() if p.requires_grad):
+            raise RuntimeError(explained(_UNUSED, "a backward pass"))
+
+    @torch_private.without_dynamo
+    def watch(module: nn.Module, args: Any, outputs: Any) -> None:
+        handle.remove()
+        for tensor in leaves(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(check)
+
+    handle = model.register_forward_hook(watch)
+
+
+_UNUSED = "appears to not have been used in the graph"
+
+
+def explained(text: str, doing: str) -> str:
+    """What an error of torch means under a strategy that shards parameters; empty if it is another error.
+
+    Args:
+        doing: what has raised it, as the beginning of a sentence.
+    """
+    if (
+        "mixed torch.Tensor and DTensor" in text
+        or "placement changes are not supported" in text
+        or "sharding strategy registered" in text
+    ):
+        if doing.startswith("the step of"):
+            return f"{doing} does not work on sharded parameters (it treats them as whole matrices, or has tensors of its own): {_INSTEAD}"
+        return (
+            f"{doing} computes with a sharded parameter (a DTensor) outside of the module that owns it, beside plain tensors: call the module, do "
+            "the computation in its forward, or use strategy='ddp'"
+        )
+    if "storage of size 0" in text:
+        return (
+            f"{doing} needs weights that were freed already: a backward pass through a backward pass (create_graph=True, a gradient penalty) does "
+            "not work under FSDP, which gathers weights for one pass only. Use strategy='ddp', or 'deepspeed_stage_1' or '_2'"
+        )
+    if _UNUSED in text:
+        return (
+            f"{doing} calls torch.autograd.grad with respect to parameters, which are shards outside of the graph: call backward for each loss "
+            "(retain_graph=True) and read the parameters' grad, or use strategy='ddp'"
+        )
+    if "SparseCPU" in text or "SparseCUDA" in text:
+        return f"{doing} has sparse gradients (nn.Embedding(sparse=True)), which cannot be reduced to shards: set sparse=False, or use strategy='ddp'"
+    return ""
