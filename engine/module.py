@@ -23,6 +23,7 @@ from engine.utils.log import warn_once
 from engine.utils.model_export import to_onnx, to_torchscript
 from engine.utils.overrides import overridden
 from engine.utils.parameters import frozen_except
+from engine.utils.sample_count import counted
 from engine.utils.tree import move
 
 if TYPE_CHECKING:
@@ -535,6 +536,14 @@ class TrainModule(nn.Module):
     def configure_callbacks(self) -> Any:
         """Return the module's own callback or list of callbacks; they replace ``Fit``'s callbacks of the same classes."""
         return []
+
+    def count_samples(self, batch: Any) -> int:
+        """Return the number of samples in a batch, which weighs its loss and its logged values. Override this where the batch does not show it.
+
+        Called before the batch goes to the device. By default see ``engine/data/README.md``; a data module's override wins over the module's, and a
+        loader's or a dataset's own ``count_samples`` over both.
+        """
+        return counted(batch)[0]
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Called before the batch is moved to the device; return the batch, changed or not."""

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from engine.data.deal import Deal
 from engine.data.feed import Feed, LoaderUse, MicroBatch
-from engine.data.indexed import IndexedFeed, PassBatches, indexed_feed, with_exchanged_sizes
+from engine.data.indexed import IndexedFeed, PassBatches, counted_batches, indexed_feed
 from engine.data.order import epoch_of_repetition, mixed
+from engine.data.sample_counter import SampleCounter
 from engine.data.stream import StreamFeed, StreamReader, reader_for
 from engine.data.user_loaders import flat_loaders, holds_loaders, presharded
 from engine.distributed.group import Group
 from engine.step.position import Share, shares
 from engine.utils.errors import nearest
-from engine.utils.tree import batch_size
+from engine.utils.sample_count import Count
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 _END = object()
@@ -174,11 +174,30 @@ def combined_feed(
     return StreamFeed(loader, group, seed, CombinedReader(loader, feeds), use)
 
 
-def _samples(loader: CombinedLoader, batch: Any) -> int:
-    """The number of samples in a combined batch."""
-    if loader.mode == "sequential":
-        return batch_size(batch) or 1
-    return sum(batch_size(part) or 1 for part in loader.parts(batch) if part is not None)
+class CombinedCounter(SampleCounter):
+    """Counts the samples of combined batches: those of the members' batches together, unless the user counts."""
+
+    def __init__(self, loader: CombinedLoader) -> None:
+        super().__init__(loader)
+        self.loader = loader
+        self.members = [SampleCounter(member) for member in loader.members]
+        sizes = [getattr(member, "batch_size", None) for member in loader.members]
+        self.sizes = [size if isinstance(size, int) else None for size in sizes]
+
+    def count(self, batch: Any, asked: int | None = None) -> Count:
+        if self.owner is not None or self.loader.mode == "sequential":
+            return super().count(batch, asked)
+        return total_count(self.count_member(index, part) for index, part in enumerate(self.loader.parts(batch)))
+
+    def count_member(self, index: int, part: Any) -> Count:
+        """The number of samples in a member's batch, which is ``None`` if the member has ended."""
+        return (0, "") if part is None else self.members[index].count(part, self.sizes[index])
+
+
+def total_count(counts: Iterable[Count]) -> Count:
+    """The sum of counts; a guess if one of them is."""
+    rows = list(counts)
+    return sum(samples for samples, _ in rows), next((guess for _, guess in rows if guess), "")
 
 
 # -- all members have indices: reading can start at any position of the combination -------------------------------------------------------------
@@ -242,6 +261,7 @@ class CombinedFeed(Feed):
 
     def __init__(self, loader: CombinedLoader, feeds: Sequence[IndexedFeed], group: Group, use: LoaderUse) -> None:
         self.loader, self.group, self.feeds, self.use = loader, group, feeds, use
+        self.counter = CombinedCounter(loader)
         self.members = [MemberPasses(feed) for feed in feeds]
         self.reads_ahead = all(feed.reads_ahead for feed in feeds)
         self.offsets: list[int] = []
@@ -299,8 +319,9 @@ class CombinedFeed(Feed):
             for member in self.members:
                 member.draw(-(-deal.used // member.count))
         batches = self._one_by_one(deal, start) if mode == "sequential" else self._side_by_side(deal, start)
-        if not all(feed.sized for feed in self.feeds):
-            return with_exchanged_sizes(batches, deal, start, self.group, partial(_samples, self.loader))
+        self.counter.follow(self.use.owner)
+        if self.counter.owner is not None or not all(feed.sized for feed in self.feeds):
+            return counted_batches(batches, deal, start, self.group, self.counter, self.use)
         return zip(batches, self._shares(deal, start), strict=True)
 
     def _side_by_side(self, deal: Deal, start: int) -> Iterator[Any]:
@@ -510,10 +531,20 @@ class CombinedReader(StreamReader):
             reader_for(member) if feed is None else None for feed, member in zip(feeds, loader.members, strict=True)
         ]
         self.buffers = [buffer for source in self.sources if source is not None for buffer in source.buffers]
+        self.counter: CombinedCounter = CombinedCounter(loader)
         self.readers: list[MemberReader] = []
 
-    def samples(self, batch: Any) -> int:
-        return _samples(self.loader, batch)
+    def count(self, batch: Any) -> Count:
+        if self.counter.owner is not None:
+            return self.counter.count(batch)
+        if self.loader.mode == "sequential":
+            index = next((index for index, reader in enumerate(self.readers) if not reader.over), -1)
+            return self._count_member(index, batch)
+        return total_count(self._count_member(index, part) for index, part in enumerate(self.loader.parts(batch)))
+
+    def _count_member(self, index: int, part: Any) -> Count:
+        source = self.sources[index]
+        return self.counter.count_member(index, part) if source is None or part is None else source.count(part)
 
     def is_compared(self) -> bool:
         return all(source is None or source.is_compared() for source in self.sources)

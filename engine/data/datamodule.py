@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from engine.checkpoint.module_loading import load_datamodule
 from engine.config.hyperparameters import HParams, initial, save, saved_by
 from engine.utils.extensions import missing
+from engine.utils.sample_count import counted
 from engine.utils.tree import move
 
 if TYPE_CHECKING:
@@ -68,6 +69,10 @@ class DataModule:
 
     def on_exception(self, exception: BaseException) -> None:
         """Called when an exception was raised during the run; it propagates afterwards. Other ranks may be gone: no collectives here."""
+
+    def count_samples(self, batch: Any) -> int:
+        """Return the number of samples in a batch, where it does not show it; see :meth:`engine.TrainModule.count_samples`."""
+        return counted(batch)[0]
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Change the batch before it goes to the device. This hook and the next two take precedence over the module's."""

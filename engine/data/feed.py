@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from engine.data.sample_counter import CountsSamples
 from engine.data.user_loaders import end_workers
 from engine.step.position import Share
 
@@ -17,6 +18,8 @@ class LoaderUse:
 
     evaluates: bool = False
     """Whether the loop evaluates: no rank needs to know the others' sizes, and map-style datasets are not told an epoch, which is training's."""
+    owner: CountsSamples | None = None
+    """The module or data module that counts the samples of batches, unless the loader does."""
     ranks_draw_apart: bool = False
     """Whether the ranks' random generators have different states already, as in a run."""
 

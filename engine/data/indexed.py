@@ -12,14 +12,15 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from engine.data.deal import Deal, Shards
 from engine.data.epochs import EpochDataset, UsersDataset, epoch_listeners, shared_epoch, tell_epoch
-from engine.data.feed import Feed, MicroBatch
+from engine.data.feed import Feed, LoaderUse, MicroBatch
 from engine.data.order import FeistelIndices, SampleOrder, StoredIndices, order_for
+from engine.data.sample_counter import SampleCounter, keeps_samples
 from engine.data.user_loaders import altered, end_workers, holds_loaders, is_a, presharded
 from engine.data.worker_seeds import WorkerSeeds
 from engine.distributed.collectives import gather_object, gather_row
 from engine.distributed.group import Group
-from engine.step.position import Share, shares
-from engine.utils.tree import batch_size
+from engine.step.position import Share, share_of, shares
+from engine.utils.sample_count import counted
 
 WHOLE_WINDOW = Share(size=-1, divisor=1.0, alone=1.0, last=True)
 """The share of a micro-batch that is a whole window on one process. Only metrics need the batch's size, and they determine it themselves."""
@@ -85,14 +86,14 @@ class SamplerBatches(PassBatches):
 class ListBatches(PassBatches):
     """A pass over a list of batches."""
 
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self.batches, self.count = batches, len(batches)
+    def __init__(self, batches: Sequence[Any], counter: SampleCounter) -> None:
+        self.batches, self.count, self.counter = batches, len(batches), counter
 
     def items(self, number: int) -> Any:
         return self.batches[number]
 
     def size(self, number: int) -> int:
-        return batch_size(self.batches[number]) or 1
+        return self.counter.count(self.batches[number])[0]
 
 
 class IndexedFeed(Feed):
@@ -100,8 +101,13 @@ class IndexedFeed(Feed):
     it as a member: pass by pass, and by batch number."""
 
     order: SampleOrder | None = None
-    sized = True
-    """True if the number of samples in each batch is known before the batch is read."""
+    counter: SampleCounter
+    """Counts the samples of batches that were read."""
+
+    @property
+    def sized(self) -> bool:
+        """True if the number of samples in each batch is known before the batch is read."""
+        return self.counter.owner is None
 
     def state(self, after_window: bool) -> Any:
         return None
@@ -137,6 +143,7 @@ class LoaderFeed(IndexedFeed):
         self.group = group
         self.order = order_for(sampler, loader, group, seed, feistel)
         self.stream = IndexStream()
+        self.counter, self.keeps_samples = SampleCounter(loader), keeps_samples(loader.collate_fn)
         self.latest: tuple[int, StoredIndices | FeistelIndices] | None = None
         """The epoch that is being read, and its order."""
         self.dataset = loader.dataset
@@ -150,6 +157,10 @@ class LoaderFeed(IndexedFeed):
         self.worker_seeds = WorkerSeeds(self.loader, loader.generator, group)
         # Without workers, reading a sample may change this process's random state, which a checkpoint saves.
         self.reads_ahead = loader.num_workers > 0
+
+    @property
+    def sized(self) -> bool:
+        return self.keeps_samples and self.counter.owner is None
 
     @property
     def feistel(self) -> bool:
@@ -232,7 +243,12 @@ class SampleFeed(LoaderFeed):
         self.latest = epoch, order
         deal = deal_of(self.order, len(order), self.batch, window, self.drop_last, limit)
         self.stream.count = len(deal)
-        return zip(self.fetch(order.pieces(deal.windows(start))), shares_of(deal, start), strict=True)
+        self.counter.follow(self.use.owner)
+        batches = self.fetch(order.pieces(deal.windows(start)))
+        if self.sized:
+            return zip(batches, shares_of(deal, start), strict=True)
+        asked = (len(part) for ranges, _ in deal.windows(start) for part in ranges)
+        return counted_batches(batches, deal, start, self.group, self.counter, self.use, asked)
 
     def batches_in_pass(self) -> int | None:
         units = self.order.length()
@@ -247,9 +263,13 @@ class BatchFeed(LoaderFeed):
 
     def __init__(self, loader: DataLoader[Any], group: Group, seed: int, feistel: bool = True) -> None:
         # With a batch sampler the indices tell the size; else the batch must be read.
-        self.sized = loader.batch_sampler is not None
-        replaces = "batch_sampler" if self.sized else "sampler"
+        self.indices_tell = loader.batch_sampler is not None
+        replaces = "batch_sampler" if self.indices_tell else "sampler"
         super().__init__(loader, getattr(loader, replaces), replaces, group, seed, feistel)
+
+    @property
+    def sized(self) -> bool:
+        return self.indices_tell and super().sized
 
     def length(self, limit: int | None) -> int | None:
         units = self.order.length()
@@ -270,8 +290,12 @@ class BatchFeed(LoaderFeed):
         deal = deal_of(self.order, len(order), 1, window, False, limit)
         self.stream.count = len(deal)
         entries = itertools.chain.from_iterable(order.pieces(deal.windows(start)))
+        self.counter.follow(self.use.owner)
         if not self.sized:
-            return with_exchanged_sizes(self.fetch(entries), deal, start, self.group)
+            asked = None
+            if self.indices_tell:
+                asked = (len(order[part.start]) for ranges, _ in deal.windows(start) for part in ranges)
+            return counted_batches(self.fetch(entries), deal, start, self.group, self.counter, self.use, asked)
         sizes = self._sizes(order)
         return zip(self.fetch(entries), self._shares(sizes, deal, start), strict=True)
 
@@ -309,7 +333,7 @@ class ListFeed(IndexedFeed):
     reads_ahead = True
 
     def __init__(self, batches: Sequence[Any], group: Group) -> None:
-        self.batches, self.group = batches, group
+        self.batches, self.group, self.counter = batches, group, SampleCounter(batches)
 
     @property
     def units(self) -> int | None:
@@ -331,34 +355,37 @@ class ListFeed(IndexedFeed):
         self, epoch: int, start: int, window: int, limit: int | None, state: Any = None
     ) -> Iterator[MicroBatch]:
         deal, batches = self.deal(window, limit), self.batches
-        if deal.round * window == 1:
+        self.counter.follow(self.use.owner)
+        said = self.counter.owner is not None
+        if deal.round * window == 1 and not said:
             for i in range(start, deal.used):
                 yield batches[i], WHOLE_WINDOW
             return
+        count = self.counter.count if said else counted
         ranks, used, rank = deal.world_size, deal.used, deal.rank
         full = ranks * window
-        sizes: list[Any]
+        certain = ("",) * full
         for base in range(start, used, full):
             if base + full > used:  # the last window
                 ((ranges, dealt),) = deal.windows(base)
-                rows = tuple(
-                    tuple((batch_size(batches[part.start]) or 1) if part else 0 for part in micro) for micro in dealt
-                )
-                for part, share in zip(ranges, shares(rows, rank), strict=True):
-                    yield batches[part.start], share
+                counts = {part.start: count(batches[part.start]) for micro in dealt for part in micro if part}
+                rows = tuple(tuple(counts[part.start][0] if part else 0 for part in micro) for micro in dealt)
+                own = shares(rows, rank)
+                for j, part in enumerate(ranges):
+                    yield batches[part.start], share_of(own, j, counts[part.start][1], not dealt[j][rank])
                 return
-            sizes = list(map(batch_size, map(batches.__getitem__, range(base, base + full))))
-            if None in sizes or 0 in sizes:
-                sizes = [size or 1 for size in sizes]
-            rows = tuple([tuple(sizes[first : first + ranks]) for first in range(0, full, ranks)])
-            for index, share in zip(range(base + rank, base + full, ranks), shares(rows, rank), strict=True):
-                yield batches[index], share
+            sizes, guesses = zip(*map(count, map(batches.__getitem__, range(base, base + full))), strict=True)
+            rows = tuple([sizes[first : first + ranks] for first in range(0, full, ranks)])
+            plain = 0 not in sizes and guesses == certain
+            for j, share in enumerate(own := shares(rows, rank)):
+                index = j * ranks + rank
+                yield batches[base + index], share if plain else share_of(own, j, guesses[index], False)
 
     def batches_in_pass(self) -> int | None:
         return len(self.batches)
 
     def pass_batches(self, epoch: int) -> PassBatches:
-        return ListBatches(self.batches)
+        return ListBatches(self.batches, self.counter)
 
     def fetch(self, items: Iterator[Any]) -> Iterator[Any]:
         return items
@@ -404,21 +431,54 @@ def shares_of(deal: Deal | Shards, start: int) -> Iterator[Share]:
         yield from shares(tuple(tuple(map(len, micro)) for micro in dealt), deal.rank) if dealt else full
 
 
+def counted_batches(
+    batches: Iterator[Any],
+    deal: Deal | Shards,
+    start: int,
+    group: Group,
+    counter: SampleCounter,
+    use: LoaderUse,
+    asked: Iterator[int] | None = None,
+) -> Iterator[MicroBatch]:
+    """Yield micro-batches whose samples are counted once they are read. ``asked``: for each, of how many samples it was made."""
+    is_whole = deal.world_size * deal.window == 1
+    if is_whole and asked is None and type(counter) is SampleCounter and counter.owner is None:
+        return zip(batches, itertools.repeat(WHOLE_WINDOW), strict=False)
+    if is_whole or use.evaluates:
+        return with_own_sizes(batches, deal, start, counter, asked)
+    return with_exchanged_sizes(batches, deal, start, group, counter, asked)
+
+
+def with_own_sizes(
+    batches: Iterator[Any],
+    deal: Deal | Shards,
+    start: int,
+    counter: SampleCounter,
+    asked: Iterator[int] | None,
+) -> Iterator[MicroBatch]:
+    """Yield micro-batches whose sizes the other ranks need not know: in an evaluation, and in windows of one micro-batch on one process."""
+    repeated = (dealt and not dealt[j][deal.rank] for ranges, dealt in deal.windows(start) for j in range(len(ranges)))
+    for batch, is_repeated in zip(batches, repeated, strict=True):
+        samples, guess = counter.count(batch, None if asked is None else next(asked))
+        own = shares(((0 if is_repeated else samples,),), 0)
+        yield batch, share_of(own, 0, "" if is_repeated else guess, bool(is_repeated))
+
+
 def with_exchanged_sizes(
     batches: Iterator[Any],
     deal: Deal | Shards,
     start: int,
     group: Group,
-    size: Callable[[Any], int | None] = batch_size,
+    counter: SampleCounter,
+    asked: Iterator[int] | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches whose sizes are known only once they are read: each window is read ahead, and the ranks exchange its sizes."""
-    if deal.world_size * deal.window == 1:
-        yield from zip(batches, itertools.repeat(WHOLE_WINDOW))
-        return
     for ranges, dealt in deal.windows(start):
         window = list(itertools.islice(batches, len(ranges)))
-        sizes = [size(batch) or 1 for batch in window]
-        if dealt:
-            sizes = [count if micro[deal.rank] else 0 for count, micro in zip(sizes, dealt, strict=True)]
+        counts = [counter.count(batch, None if asked is None else next(asked)) for batch in window]
+        repeated = [bool(dealt) and not micro[deal.rank] for micro in dealt] or [False] * len(ranges)
+        sizes = [0 if is_repeated else size for (size, _), is_repeated in zip(counts, repeated, strict=True)]
         rows = gather_row(group, torch.tensor(sizes, dtype=torch.int64)).expand(deal.world_size, -1).t().tolist()
-        yield from zip(window, shares(tuple(map(tuple, rows)), deal.rank), strict=True)
+        own = shares(tuple(map(tuple, rows)), deal.rank)
+        for j, batch in enumerate(window):
+            yield batch, share_of(own, j, "" if repeated[j] else counts[j][1], repeated[j])

@@ -14,15 +14,16 @@ from engine.data.data_states import load_state, stateful, states_of, warn_of_for
 from engine.data.epochs import epoch_listeners, shared_epoch, tell_epoch
 from engine.data.feed import Feed, LoaderUse, MicroBatch
 from engine.data.order import mixed
+from engine.data.sample_counter import CountingCollate, SampleCounter
 from engine.data.stream_guard import StreamGuard
 from engine.data.user_loaders import altered, declared_common, end_orphan, end_workers, presharded
 from engine.data.worker_seeds import WorkerSeeds
 from engine.distributed.collectives import gather_json, gather_row
 from engine.distributed.group import Group
-from engine.step.position import shares
+from engine.step.position import share_of, shares
 from engine.utils.log import warn_once
+from engine.utils.sample_count import NOTHING_SHOWN, Count, counted
 from engine.utils.seed import isolated
-from engine.utils.tree import batch_size
 
 _NOTHING = object()
 """Stands for a batch that does not exist."""
@@ -89,6 +90,7 @@ class StreamFeed(Feed):
         state = state if usable else None
         self._begun, self._ended = True, state is not None and state["ended"]
         self.reader.set_epoch(epoch)
+        self.reader.counter.follow(self.use.owner)
         if self._guard is not None:
             self._guard.begin(epoch, self.reader.is_compared())
         batches: Iterator[Any] = iter(())
@@ -164,7 +166,7 @@ class StreamFeed(Feed):
         resumed, guard, is_first = position > 0, self._guard, self._guard is not None
         while True:
             self._window_start = None if self._ended else self.reader.position()
-            own_batches = []
+            own_batches, counts = [], []
             for _ in range(window):
                 # A position counts full windows, so it is beyond the end if the last window was short.
                 count = self.round if end is None else min(self.round, max(0, end - position))
@@ -177,12 +179,13 @@ class StreamFeed(Feed):
                         spare = batch
                     if read == self.turn:
                         own_batches.append(batch)
+                        counts.append(self.reader.count(batch))
                     read += 1
                 position += read
                 self._ended = self._ended or read < count
                 if read < self.round:
                     break
-            sizes = self._exchange_sizes([self.reader.samples(batch) or 1 for batch in own_batches], window, position)
+            sizes = self._exchange_sizes([samples for samples, _ in counts], window, position)
             if not sizes:
                 return
             # This rank's data was exhausted before the resume: any batch of it serves at weight 0.
@@ -192,8 +195,12 @@ class StreamFeed(Feed):
                 raise ValueError(
                     f"rank {self.group.rank} got no batch from {type(self.data).__name__} while other ranks did: give every rank some data"
                 )
-            for j, share in enumerate(shares(sizes, self.group.rank)):
-                yield (own_batches[j] if j < len(own_batches) else spare), share
+            own = shares(sizes, self.group.rank)
+            for j in range(len(own)):
+                if j < len(own_batches):
+                    yield own_batches[j], share_of(own, j, counts[j][1], False)
+                else:
+                    yield spare, own[j]
 
     def _exchange_sizes(self, sizes: list[int], window: int, position: int) -> tuple[tuple[int, ...], ...]:
         """Exchange this rank's batch sizes in the next window, and let the guard compare the ranks' ``position`` after it.
@@ -203,11 +210,12 @@ class StreamFeed(Feed):
         if self.group.world_size == 1:
             return tuple((size,) for size in sizes)
         columns = [] if self._guard is None else self._guard.columns(position, self._ended)
-        row = torch.tensor(sizes + [0] * (window - len(sizes)) + columns, dtype=torch.int64)
-        rows = gather_row(self.group, row).tolist()
+        missing = [-1] * (window - len(sizes))  # no batch, while 0 is an empty one
+        rows = gather_row(self.group, torch.tensor(sizes + missing + columns, dtype=torch.int64)).tolist()
         if self._guard is not None:
             self._guard.check([row[window:] for row in rows])
-        return tuple(micro for micro in zip(*(row[:window] for row in rows), strict=True) if any(micro))
+        micro_batches = zip(*(row[:window] for row in rows), strict=True)
+        return tuple(tuple(max(0, size) for size in micro) for micro in micro_batches if max(micro) >= 0)
 
 
 # -- readers: they read data batch by batch, know the position after each batch, and can start at a position -----------------------------------
@@ -229,13 +237,16 @@ class StreamReader:
     :class:`engine.data.combined.CombinedReader`.
     """
 
-    samples = staticmethod(batch_size)
-    """The number of samples in a batch; ``None`` if unknown."""
-
     def __init__(self, data: Any) -> None:
         self.data = data
         self.workers: int = getattr(data, "num_workers", 0)
         self.buffers = shuffle_buffers(data)
+        self.counter = SampleCounter(data)
+        """Counts the samples of batches that were read."""
+        size = getattr(data, "batch_size", None)
+        self.batch_size: int | None = size if isinstance(size, int) else None
+        self._latest: Count = 1, ""
+        """The count of the latest batch, where the collate function's wrapper has counted it."""
         warn_of_forgetful_samplers(data)
         self._iterator: Any = None
 
@@ -248,6 +259,13 @@ class StreamReader:
             load_state(iterator, state["iterator"])
         self._iterator = iterator if stateful(iterator) and not stateful(self.data) else None
         return iterator, _remaining_batches(iterator) if iterator is self.data else iterator
+
+    def count(self, batch: Any) -> Count:
+        """The number of samples in the batch that was read last."""
+        samples, guess = self.counter.count(batch, self.batch_size)
+        if self.counter.owner is None and not guess and counted(batch)[1] == NOTHING_SHOWN:
+            return samples, NOTHING_SHOWN  # it may be a short last batch
+        return samples, guess
 
     def position(self) -> Any:
         """A copy of the data's state after the last batch that was read; ``None`` if the data has no state."""
@@ -302,8 +320,20 @@ class InProcessReader(StreamReader):
 
     def begin(self, state: Any = None) -> tuple[Any, Iterator[Any]]:
         self.dataset = TrackedDataset(self.data.dataset, states=state and state["states"])
-        iterator = iter(altered(self.data, dataset=self.dataset))
-        return iterator, iterator
+        if self.batch_size is None:
+            iterator = iter(altered(self.data, dataset=self.dataset))
+            return iterator, iterator
+        collate_fn = CountingCollate(self.data.collate_fn)
+        iterator = iter(altered(self.data, dataset=self.dataset, collate_fn=collate_fn))
+        return iterator, self._batches(iterator)
+
+    def _batches(self, tagged: Iterator[Any]) -> Iterator[Any]:
+        for samples, guess, batch in tagged:
+            self._latest = samples, guess
+            yield batch
+
+    def count(self, batch: Any) -> Count:
+        return self._latest if self.batch_size is not None and self.counter.owner is None else self.counter.count(batch)
 
     def position(self) -> Any:
         return self.dataset.position()
@@ -338,7 +368,7 @@ class WorkerReader(StreamReader):
         return altered(
             self.data,
             dataset=dataset,
-            collate_fn=TaggingCollate(self.data.collate_fn, dataset),
+            collate_fn=TaggingCollate(self.data.collate_fn, dataset, self.batch_size is not None),
             worker_init_fn=WorkerRole(self.data.worker_init_fn, dataset),
         )
 
@@ -356,9 +386,13 @@ class WorkerReader(StreamReader):
         self.group = group
 
     def _batches(self, tagged: Iterator[Any]) -> Iterator[Any]:
-        for worker, position, batch in tagged:
+        for worker, position, samples, guess, batch in tagged:
             self.positions[worker], self.next = position, (worker + 1) % self.workers
+            self._latest = samples, guess
             yield batch
+
+    def count(self, batch: Any) -> Count:
+        return self._latest if self.batch_size is not None and self.counter.owner is None else self.counter.count(batch)
 
     def position(self) -> Any:
         return self.next, tuple(self.positions)
@@ -436,15 +470,22 @@ class TrackedDataset(IterableDataset[Any]):
 
 
 class TaggingCollate:
-    """Wraps the user's collate function in a worker: each batch is sent with the worker's number, and the position of its dataset after the batch."""
+    """Wraps the user's collate function in a worker: each batch is sent with the worker's number, the position of its dataset after the batch, and
+    the count of its samples.
 
-    def __init__(self, collate_fn: Callable[[Any], Any], dataset: TrackedDataset) -> None:
-        self.collate_fn, self.dataset = collate_fn, dataset
+    Args:
+        batches: whether the function gets lists of samples.
+    """
 
-    def __call__(self, samples: Any) -> tuple[int, dict[str, Any] | None, Any]:
+    def __init__(self, collate_fn: Callable[[Any], Any], dataset: TrackedDataset, batches: bool) -> None:
+        self.collate_fn = CountingCollate(collate_fn) if batches else collate_fn
+        self.dataset, self.batches = dataset, batches
+
+    def __call__(self, samples: Any) -> tuple[int, dict[str, Any] | None, int, str, Any]:
         worker = get_worker_info()
         assert worker is not None
-        return worker.id, self.dataset.position(), self.collate_fn(samples)
+        position, batch = self.dataset.position(), self.collate_fn(samples)
+        return (worker.id, position, *batch) if self.batches else (worker.id, position, 1, "", batch)
 
 
 class WorkerRole:

@@ -13,6 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from engine.utils import scratch
 
+_LOOKED_INTO = 16
+"""How many entries of a list :func:`holds_loaders` looks into."""
+
 
 def is_a(item: Any, kind: type) -> bool:
     """True if the item's class is exactly ``kind``, a class of torch, or torchdata's class of the same name (torchdata is not imported here)."""
@@ -21,12 +24,16 @@ def is_a(item: Any, kind: type) -> bool:
 
 
 def holds_loaders(item: Any) -> bool:
-    """True for a dict, list or tuple with a loader in it, at any depth: its entries are loaders or lists of batches then, not batches."""
-    if isinstance(item, Mapping):
-        item = list(item.values())
-    if type(item) not in (list, tuple):
+    """True for a dict, list or tuple with a loader in it, at any depth: its entries are loaders or lists of batches then, not batches.
+
+    Of a long list, all entries and the contents of the first ones are looked at: it is a list of batches, or has a loader among these.
+    """
+    if type(item) not in (dict, list, tuple) and not isinstance(item, Mapping):
         return False
-    return any(isinstance(entry, (DataLoader, IterableDataset)) or holds_loaders(entry) for entry in item)
+    entries = list(item.values()) if isinstance(item, Mapping) else item
+    if any(issubclass(kind, (DataLoader, IterableDataset)) for kind in set(map(type, entries))):
+        return True
+    return any(map(holds_loaders, entries[:_LOOKED_INTO]))
 
 
 def flat_loaders(item: Any) -> list[Any]:

@@ -198,7 +198,7 @@ class ClosureOptimization(AutomaticOptimization):
         with logging_nothing(run):
             for number, (batch, index, share) in enumerate(self._window):
                 window.begin(share)
-                recorder.size, recorder.batch = share.size, batch
+                recorder.size, recorder.guess, recorder.batch = share.size, share.guess, batch
                 outputs = self._evaluate(batch, index, share, number == 0)
         self._finish_window(outputs)
 

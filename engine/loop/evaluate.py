@@ -193,18 +193,18 @@ def batches(
                 if control.preempted:
                     raise Preempted
             engine.window.begin(share)
-            size = share.size
-            if not size and not engine.strategy.matched_forward:
+            size, is_repeated = share.size, not share.size and not share.empty
+            if is_repeated and not engine.strategy.matched_forward:
                 continue  # this rank has no more data, and repeats samples that need not be computed
-            logbook.recorder.size, logbook.recorder.batch = size, batch
+            logbook.recorder.size, logbook.recorder.guess, logbook.recorder.batch = size, share.guess, batch
             # Hooks do not get a repeated batch, which is computed only for the collectives in the forward pass.
-            for hook in starts if size else ():
+            for hook in () if is_repeated else starts:
                 hook(run, module, batch, number, *loader_index)
             with autocast, nullcontext() if size else unchanged(module, logbook.recorder.metrics):
                 outputs = step(batch, number, *loader_index)
-            for hook in ends if size else ():
+            for hook in () if is_repeated else ends:
                 hook(run, module, outputs, batch, number, *loader_index)
-            if size:
+            if not is_repeated:
                 yield outputs
             batch = outputs = logbook.recorder.batch = (
                 None  # frees its memory before the next batch is copied to the device

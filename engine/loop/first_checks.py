@@ -25,7 +25,7 @@ ENDLESS_S = 600.0
 _METHODS = (
     "training_step", "validation_step", "test_step", "predict_step", "train_dataloader", "val_dataloader", "test_dataloader",
     "predict_dataloader", "configure_optimizers", "configure_model", "configure_callbacks", "configure_gradient_clipping",
-    "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "prepare_data", "transfer_batch_to_device", "setup", "teardown",
+    "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "prepare_data", "count_samples", "transfer_batch_to_device", "setup", "teardown",
 )  # fmt: skip
 """Methods of a module that a run calls, in addition to events."""
 _ALIASES = (("on_val_", "on_validation_"), ("on_valid_", "on_validation_"), ("validation_dataloader", "val_dataloader"))

@@ -257,6 +257,7 @@ class RunLoaders:
         self.sources[kind], self.prepared[kind] = source, prepared
         for index, loader in enumerate(prepared):
             loader.transfer = hooked_transfer(self._module, self._datamodule, index)
+            loader.use.owner = counting_owner(self._module, self._datamodule)
             loader.use.evaluates, loader.use.ranks_draw_apart = kind != "train", True
             if kind != "train":
                 loader.window_size = 1
@@ -375,6 +376,13 @@ class HookedTransfer(BatchTransfer):
         else:  # the hook may leave tensors on the host, so only the dtype is changed here
             batch = self._transfer.transfer_batch_to_device(cast(batch, dtype), device, index)
         return batch if self._after is None else self._after.on_after_batch_transfer(batch, index)
+
+
+def counting_owner(module: TrainModule, datamodule: DataModule | None) -> TrainModule | DataModule | None:
+    """The data module or the module, whichever overrides ``count_samples`` (the data module's is called if both do); ``None``: neither."""
+    if datamodule is not None and overridden_methods(datamodule, ("count_samples",), DataModule):
+        return datamodule
+    return module if overrides(module, "count_samples") else None
 
 
 def hooked_transfer(module: TrainModule, datamodule: DataModule | None, index: int) -> HookedTransfer | None:

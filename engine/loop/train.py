@@ -73,7 +73,7 @@ def train_epoch(run: Run) -> None:
     for batch, share in clock.waits_for(micro_batches):
         index = state.batch_idx
         window.begin(share)
-        recorder.size, recorder.batch = share.size, batch
+        recorder.size, recorder.guess, recorder.batch = share.size, share.guess, batch
         # A list, not a generator: all hooks are called, even after one returned -1.
         if hooks.on_train_batch_start and -1 in [
             hook(run, module, batch, index) for hook in hooks.on_train_batch_start

@@ -20,7 +20,7 @@ from engine.metrics.torchmetrics_states import Entry, add, entry
 from engine.metrics.torchmetrics_values import Logged, Offer, Watch, agree, check, gather_states, leader, limit
 from engine.utils.log import warn_once
 from engine.utils.loss import Loss, mean_of
-from engine.utils.tree import batch_size as samples
+from engine.utils.sample_count import counted, guess_text
 from engine.utils.tree import full_tensor
 
 _OF_HOOKS = "\0"
@@ -66,6 +66,8 @@ class Recorder:
         """The index of the accumulation window that values of a step belong to."""
         self.size: int = 1
         """The samples in the current micro-batch, which are the weight of its values; 0: its values do not count; -1: to be found from ``batch``."""
+        self.guess = ""
+        """Why :attr:`size` is a guess; empty: it is none."""
         self.batch: Any = None
         """The current micro-batch; ``None`` between micro-batches."""
 
@@ -111,25 +113,22 @@ class Recorder:
             stays_the_same = value._base is None and value.grad_fn is not None and not value._version
             value = value.detach() if stays_the_same else value.detach().clone()
         elif isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise ValueError(
-                    f"log({name!r}) got a tensor of shape {tuple(value.shape)}: log one number, for example its .mean()"
-                )
-            value = full_tensor(value.detach()).clone()  # often a parameter or a view
+            value = _one_element(name, value)
         elif not isinstance(value, (int, float)):
             value, batch_size = self._other_value(slot, value, batch_size)
             if value is None:
                 return
+        if self.size < 0 and batch_size is None:
+            self.samples()
         if (
             not self.size or slot.silent
-        ):  # a repeated micro-batch, or a value of rank 0 alone on another rank: not stored
-            if (
-                slot.on_step and self.size and slot.window != self.window
-            ):  # the values of the window before are forgotten all the same
-                slot.window, slot.window_values = self.window, []
+        ):  # an empty or a repeated micro-batch, or a value of rank 0 alone on another rank: not stored
+            self._forget_earlier_window(slot)
             return
         if batch_size is None:
-            batch_size = self.size if self.size > 0 else self.samples()
+            batch_size = self.size
+            if self.guess and slot.on_epoch and slot.reduce == "mean":
+                warn_once(guess_text(self.guess))
             if self.parts > 1:  # so many ranks log values of the same samples
                 batch_size /= self.parts
         if slot.on_step:
@@ -141,6 +140,11 @@ class Recorder:
             slot.values.append((value, batch_size))
             if len(slot.values) >= FOLD:
                 slot.fold()
+
+    def _forget_earlier_window(self, slot: Slot) -> None:
+        """Forget the values of the window before, although none of this one is stored."""
+        if slot.on_step and self.size and slot.window != self.window:
+            slot.window, slot.window_values = self.window, []
 
     def _mean_of_loss(self, slot: Slot, loss: Loss, batch_size: Any) -> tuple[Tensor, Tensor | float]:
         """The value and the weight of a logged ``Loss``: its mean and its count, so that means over steps, ranks and the epoch are those that are
@@ -161,7 +165,7 @@ class Recorder:
     def samples(self) -> int:
         """The number of samples in the current micro-batch."""
         if self.size < 0:
-            self.size = samples(self.batch) or 1
+            self.size, self.guess = counted(self.batch)
         return self.size
 
     def _slot(self, name: str, arguments: tuple[Any, ...], value: Any) -> Slot:
@@ -578,6 +582,15 @@ def _step_name(slot: Slot) -> str:
 def named(logged: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of :meth:`Recorder.logged_metrics` for metrics of the module, which do not contain a rank's states."""
     return {name: saved for name, saved in logged.items() if saved["metric"] is not None}
+
+
+def _one_element(name: str, tensor: Tensor) -> Tensor:
+    """A copy of a logged tensor that is not a plain scalar; often it is a parameter or a view."""
+    if tensor.numel() != 1:
+        raise ValueError(
+            f"log({name!r}) got a tensor of shape {tuple(tensor.shape)}: log one number, for example its .mean()"
+        )
+    return full_tensor(tensor.detach()).clone()
 
 
 def _is_metric_like(value: Any) -> bool:

@@ -14,7 +14,9 @@ from engine.step.gradients import Loss, nonzero, scalar
 from engine.step.loss_agreement import SCALAR_LOSS, LossAgreement
 from engine.step.position import Position, Share
 from engine.step.reach import Reach, Traces
+from engine.utils.log import warn_once
 from engine.utils.parameters import parameters_of
+from engine.utils.sample_count import guess_text
 from engine.utils.tree import full_tensor
 
 
@@ -90,6 +92,8 @@ class LossWeights:
             agreement.agree_on_reference(SCALAR_LOSS, position.size)
         if share.size == 0:
             return root, math.inf
+        if share.guess and position.size * self._gradient_sync.loss_group.world_size > 1:
+            warn_once(guess_text(share.guess))
         return root, share.divisor if position.accumulating else share.alone
 
     def _weigh_sum(self, loss: Loss, share: Share, world_size: int, fp16: bool) -> tuple[Tensor, float]:

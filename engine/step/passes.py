@@ -14,7 +14,8 @@ from engine.step.loss_weights import LossWeights
 from engine.step.scaler import Scaler
 from engine.step.window import Window
 from engine.utils import accelerator
-from engine.utils.tree import batch_size, map_tensors
+from engine.utils.sample_count import counted
+from engine.utils.tree import map_tensors
 
 
 class Passes:
@@ -57,7 +58,8 @@ class Passes:
             backward: ``Engine.backward``.
             last: whether the micro-batch closes its window.
         """
-        loss = step(batch, batch_size(batch) or 1)
+        samples = self._window.position.share.size
+        loss = step(batch, samples if samples >= 0 else counted(batch)[0])
         backward(loss)
         return map_tensors(Tensor.detach, loss)
 

@@ -24,6 +24,10 @@ class Share(NamedTuple):
     """Whether some rank repeats a micro-batch in this window."""
     samples: int = -1
     """Samples in the window, over all ranks; -1: not known, the samples of this batch."""
+    empty: bool = False
+    """Whether the micro-batch has no samples, but is no repeated one."""
+    guess: str = ""
+    """Why the micro-batch's size is a guess; empty: it is none."""
 
 
 NOT_FROM_LOADER = Share(size=-1, divisor=1.0, alone=1.0, last=True)
@@ -46,6 +50,14 @@ def shares(sizes: tuple[tuple[int, ...], ...], rank: int) -> tuple[Share, ...]:
         )
         for j, micro in enumerate(sizes)
     )
+
+
+def share_of(own: tuple[Share, ...], index: int, guess: str, repeated: bool) -> Share:
+    """A micro-batch's share, of those of its window: with a guess, and marked if it is empty."""
+    share = own[index]
+    if guess or (not share.size and not repeated):
+        return share._replace(empty=not share.size and not repeated, guess=guess)
+    return share
 
 
 class Position:

@@ -100,6 +100,11 @@ def _parts(tree: Any, kind: type) -> dict[Any, Any]:
     return {field.name: getattr(tree, field.name) for field in fields if hasattr(tree, field.name)}
 
 
+def parts_of(tree: Any) -> dict[Any, Any]:
+    """The items of a container of :func:`map_tensors` by key, index or field name; empty for other objects."""
+    return _parts(tree, type(tree))
+
+
 def leaves(tree: Any) -> list[Tensor]:
     """The tensors of ``tree``, in the order of :func:`map_tensors`."""
     tensors: list[Tensor] = []

@@ -92,7 +92,7 @@ def test_every_sample_once_with_its_weight(
 
 
 def test_full_micro_batches_weigh_exactly_one() -> None:
-    assert [tuple(share) for share in shares(((4, 4),), 1)] == [(4, 1.0, 1.0, True, False, 8)]
+    assert [tuple(share) for share in shares(((4, 4),), 1)] == [(4, 1.0, 1.0, True, False, 8, False, "")]
     assert [share.divisor for share in shares(((4, 4), (4, 4)), 0)] == [2.0, 2.0]
 
 

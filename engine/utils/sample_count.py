@@ -1,0 +1,161 @@
+"""How many samples a batch has, by what its tensors and lists show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from engine.utils.tree import batch_size, leaves, parts_of
+
+Count = tuple[int, str]
+"""The number of samples, and why it is only a guess; empty: it is none."""
+
+NOTHING_SHOWN = "nothing in it shows it"
+"""Why the count of an object without tensors and lists is a guess."""
+_NO_VALUES = (str, bytes, int, float, bool, complex, type(None))
+
+
+def counted(batch: Any, asked: int | None = None) -> Count:
+    """Count the samples of a batch.
+
+    Args:
+        asked: the number of samples from which the batch was made, if that is known. A batch that shows fewer has left some out.
+    """
+    # The usual case first, without a call, because this may be asked in every step: tensors with one first dimension.
+    if asked is None and type(batch) in (tuple, list) and batch and type(batch[0]) is Tensor:
+        size = -1 if not batch[0].ndim or batch[0].is_nested else batch[0].shape[0]
+        for item in batch:
+            if type(item) is not Tensor or not item.ndim or item.is_nested or item.shape[0] != size:
+                break
+        else:
+            return size, ""
+    if (said := _said(batch)) is not None:
+        return said, ""
+    shown = list(_shown(batch))
+    return _without_asked(batch, shown) if asked is None else _with_asked(batch, shown, asked)
+
+
+def _with_asked(batch: Any, shown: list[set[int]], asked: int) -> Count:
+    if batch is None:
+        return 0, ""
+    if not shown or any(asked in sizes for sizes in shown):
+        return asked, ""
+    plain = [part for part in _entries(batch) if type(part) is Tensor and part.ndim > 1 and not part.is_nested]
+    if any(part.shape[1] == asked for part in plain):  # sequences with the time first
+        return asked, ""
+    fewer = sorted(size for size in set.intersection(*shown) if size < asked)
+    if len(fewer) == 1:
+        return fewer[0], ""
+    if fewer:
+        return fewer[-1], "its lists and tensors can be read in two ways"
+    sides = [{*part.shape[:2]} for part in _entries(batch) if type(part) is Tensor and part.ndim and not part.is_nested]
+    either = {size for size in set.intersection(*sides) if size < asked} if len(sides) > 1 else set()
+    if len(either) == 1:
+        return either.pop(), "its tensors agree on it only if some have the samples in their second dimension"
+    if any(size < asked for sizes in shown for size in sizes):
+        return asked, "no tensor of it has as many rows as there were samples, and samples may have been left out"
+    return asked, ""
+
+
+def _without_asked(batch: Any, shown: list[set[int]]) -> Count:
+    if not shown:
+        plain = isinstance(batch, (_NO_VALUES, Tensor)) or any(True for _ in leaves(batch))
+        return 1, "" if plain else NOTHING_SHOWN
+    common = set.intersection(*shown)
+    if len(common) == 1:
+        return common.pop(), ""
+    first = batch_size(batch)
+    why = "its tensors and lists differ in length" if not common else "its lists and tensors can be read in two ways"
+    return (min(shown[0]) if first is None else first), why
+
+
+def _said(batch: Any) -> int | None:
+    """The ``batch_size`` of an object (PyG's ``Batch``, a ``TensorDict``, a user's class), or the number of sequences of a ``PackedSequence``."""
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])  # always on the host, so this does not wait for a device
+    if type(batch) in (dict, list, tuple) or isinstance(batch, (_NO_VALUES, Tensor)):
+        return None
+    size = getattr(batch, "batch_size", None)
+    if isinstance(size, tuple):
+        size = size[0] if size else None
+    return size if isinstance(size, int) and not isinstance(size, bool) else None
+
+
+def _entries(batch: Any) -> Sequence[Any]:
+    """The parts of a batch; a batch without parts is one itself."""
+    if type(batch) in (list, tuple):
+        return batch  # type: ignore[no-any-return]
+    return list(parts_of(batch).values()) or [batch]
+
+
+def _shown(batch: Any) -> Iterator[set[int]]:
+    """For each part of a batch, the numbers of samples that it may show."""
+    if type(batch) in (list, tuple):
+        if not batch:
+            yield {0}
+            return
+        if sizes := _shown_by_samples(batch):
+            yield sizes
+            return
+    yield from _shown_by(_entries(batch))
+
+
+def _shown_by_samples(batch: Any) -> set[int]:
+    """What a list of samples that are not collated may show; empty: the batch is no such list, but has a part for each kind of value."""
+    size, first = len(batch), batch[0]
+    if all(isinstance(entry, Mapping) for entry in batch):
+        if size == 1 or any(entry.keys() != first.keys() for entry in batch):
+            return set()
+    elif all(type(entry) is tuple for entry in batch):
+        kinds = {tuple(map(type, entry)) for entry in batch}
+        if len(kinds) > 1:
+            return set()
+        return {size, len(first)} if len({kind for pattern in kinds for kind in pattern}) == 1 else {size}
+    elif all(type(entry) is Tensor and entry.ndim > 1 and entry.ndim == first.ndim for entry in batch):
+        return {size, *_lengths(batch)} if size > 3 else set()
+    elif any(
+        isinstance(entry, (Tensor, list, tuple, Mapping)) or hasattr(entry, "shape") or _said(entry) is not None
+        for entry in batch
+    ):
+        return set()
+    return {size, *_lengths(batch)}
+
+
+def _lengths(batch: Any) -> set[int]:
+    """The first dimension of all tensors in a batch, if it is one and the same; else empty."""
+    lengths = {tensor.size(0) if tensor.ndim else -1 for tensor in leaves(batch)}
+    return lengths if len(lengths) == 1 and lengths != {-1} else set()
+
+
+def _shown_by(entries: Iterable[Any]) -> Iterator[set[int]]:
+    for entry in entries:
+        if isinstance(entry, Tensor):
+            if entry.ndim:
+                yield {entry.size(0)}
+        elif (said := _said(entry)) is not None:
+            yield {said}
+        elif isinstance(entry, (list, tuple)) and not hasattr(entry, "_fields"):
+            yield _shown_by_list(entry)
+        elif isinstance(entry, (Mapping, list, tuple)) or parts_of(entry):
+            yield from _shown_by(parts_of(entry).values())
+        elif isinstance(shape := getattr(entry, "shape", None), tuple) and shape:  # an array of numpy
+            yield {int(shape[0])}
+
+
+def _shown_by_list(entries: Any) -> set[int]:
+    """What a list within a batch may show: one entry a sample or, if these are tensors of one length, tensors of all samples."""
+    lengths = {entry.size(0) for entry in entries if isinstance(entry, Tensor) and entry.ndim}
+    tensors = [entry for entry in entries if isinstance(entry, Tensor) and entry.ndim]
+    return {len(entries), *lengths} if len(lengths) == 1 and len(tensors) == len(entries) else {len(entries)}
+
+
+def guess_text(why: str) -> str:
+    """A warning that the number of samples of batches is guessed."""
+    return (
+        f"how many samples a batch has is guessed: {why}. The guess decides a weight, of a gradient or in a mean over the epoch. Say it: "
+        "count_samples(batch) of the module, the data module, the loader or its dataset returns the number; or give the batch an attribute "
+        "batch_size, or return Loss(sum, count)"
+    )
