@@ -175,8 +175,8 @@ class EngineSnapshot:
             for scheduler in trained.schedulers:
                 rebase(scheduler)
             for schedule, state in zip(configured_schedules, loaded.shared["schedulers"], strict=True):
-                others = [scheduler for scheduler in trained.schedulers if scheduler is not schedule.scheduler]
-                schedule.continue_configured(state, others)
+                siblings = [scheduler for scheduler in trained.schedulers if scheduler is not schedule.scheduler]
+                schedule.continue_configured(state, siblings)
 
     def own_state(self, loaded: Loaded) -> Fields | None:
         """The state that this rank has saved itself; ``None``, on all ranks, if the ranks are not those that saved. A collective."""

@@ -29,12 +29,12 @@ class ConfiguredSchedule:
     def replaced(self, saved: Mapping[str, Any]) -> list[str]:
         """The settings that the ``saved`` state replaces, as ``"CosineAnnealingLR: T_max=4 (configured: 8)"``."""
         return [
-            f"{kind}: {name.lstrip('_')}{'' if name == _PHASES else f'={_text(there)} (configured: {_text(here)})'}"
-            for kind, name, here, there in _differences(self.scheduler, self._state, saved)
+            f"{kind}: {name.lstrip('_')}{'' if name == _PHASES else f'={_text(stored)} (configured: {_text(configured)})'}"
+            for kind, name, configured, stored in _differences(self.scheduler, self._state, saved)
         ]
 
     def changed_rate(self, saved: Mapping[str, Any]) -> str | None:
-        """What functions of a ``LambdaLR``, which no checkpoint has, change in its rate, as text; ``None``: nothing."""
+        """The rate that functions of a ``LambdaLR``, which no checkpoint has, give in place of the saved one, as text; ``None``: the same."""
         scheduler, rates, base_rates = self.scheduler, saved.get("_last_lr"), saved.get("base_lrs")
         if not isinstance(scheduler, LambdaLR) or not isinstance(rates, list) or not isinstance(base_rates, list):
             return None
@@ -53,20 +53,20 @@ class ConfiguredSchedule:
         """
         if not isinstance(self.scheduler, OneCycleLR):
             return
-        there, here = saved.get("total_steps"), self.scheduler.total_steps
-        if isinstance(there, int) and there < here:
+        stored, configured = saved.get("total_steps"), self.scheduler.total_steps
+        if isinstance(stored, int) and stored < configured:
             raise ValueError(
-                f"{path} has OneCycleLR with total_steps={there}, behind which it cannot step, and total_steps={here} is configured: "
-                f"Resume({str(path)!r}, hyperparameters='configured') (fit run: --hyperparameters configured) takes the new length, with the rates of "
-                "a run of that length; or train no longer than the checkpoint's schedule"
+                f"{path} has OneCycleLR with total_steps={stored}, behind which it cannot step, and total_steps={configured} is configured: "
+                f"Resume({str(path)!r}, hyperparameters='configured') (fit run: --hyperparameters configured) takes the new length, with the "
+                "rates of a run of that length; or train no longer than the checkpoint's schedule"
             )
 
-    def continue_configured(self, saved: Mapping[str, Any], others: Sequence[Any]) -> None:
+    def continue_configured(self, saved: Mapping[str, Any], siblings: Sequence[Any]) -> None:
         """Continue with the configured settings where the ``saved`` state, which is loaded, has others: with the rates that a run with these settings
         would have now.
 
         Args:
-            others: the run's other schedulers.
+            siblings: the run's other schedulers.
 
         Raises:
             ValueError: what these rates are is unknown.
@@ -75,20 +75,21 @@ class ConfiguredSchedule:
         if not self._differs(saved):
             return
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
-            for _, name, here, _ in _differences(scheduler, self._state, saved):
-                setattr(scheduler, name, here)
+            for _, name, configured, _ in _differences(scheduler, self._state, saved):
+                setattr(scheduler, name, configured)
             return
-        optimizer, kind = scheduler.optimizer, type(scheduler).__name__
-        if any(getattr(other, "optimizer", None) is optimizer for other in others):
+        optimizer = scheduler.optimizer
+        problem = (
+            f"Resume(hyperparameters='configured'): {type(scheduler).__name__} has other settings than the checkpoint's "
+            f"({', '.join(self.replaced(saved))}), and "
+        )
+        if any(getattr(other, "optimizer", None) is optimizer for other in siblings):
             raise ValueError(
-                f"Resume(hyperparameters='configured'): {kind} has other settings than the checkpoint's ({', '.join(self.replaced(saved))}), and "
-                "another scheduler changes the rates of the same optimizer: join them (SequentialLR, ChainedScheduler), or configure the saved settings"
+                f"{problem}another scheduler changes the rates of the same optimizer: join them (SequentialLR, ChainedScheduler), or configure the "
+                "saved settings"
             )
         if len(self._groups) != len(_first_part(scheduler).base_lrs):
-            raise ValueError(
-                f"Resume(hyperparameters='configured'): {kind} has other settings than the checkpoint's ({', '.join(self.replaced(saved))}), and "
-                "parameter groups were added after it was created: configure the saved settings"
-            )
+            raise ValueError(f"{problem}parameter groups were added after it was created: configure the saved settings")
         scheduler.load_state_dict(self._state)
         for group, values in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(values)
@@ -112,21 +113,26 @@ def _differences(
     kind = type(scheduler).__name__
     names = {*inspect.signature(type(scheduler)).parameters, "_milestones"} - {"last_epoch", "verbose"}
     settings = names & state.keys() & saved.keys()
-    found = False
+    are_equal = True
     for name in sorted(settings):
         if not isinstance(state[name], Tensor) and _plain(state[name]) != _plain(saved[name]):
-            found = True
+            are_equal = False
             yield kind, name, state[name], saved[name]
-    if not found and _plain(state.get(_PHASES)) != _plain(saved.get(_PHASES)):
+    if are_equal and _plain(state.get(_PHASES)) != _plain(saved.get(_PHASES)):
         yield kind, _PHASES, state[_PHASES], saved.get(_PHASES)
-    for here, there in zip(state.get("lr_lambdas") or (), saved.get("lr_lambdas") or (), strict=False):
-        for name in sorted(here.keys() & there.keys()) if isinstance(here, dict) and isinstance(there, dict) else ():
-            if _plain(here[name]) != _plain(there[name]):
-                yield kind, name, here[name], there[name]
-    parts, states = getattr(scheduler, "_schedulers", ()), (state.get("_schedulers"), saved.get("_schedulers"))
-    if all(isinstance(inner, list) and len(inner) == len(parts) for inner in states):
-        for part, here, there in zip(parts, *states, strict=True):
-            yield from _differences(part, here, there)
+    for function, stored in zip(state.get("lr_lambdas") or (), saved.get("lr_lambdas") or (), strict=False):
+        if isinstance(function, dict) and isinstance(stored, dict):
+            for name in sorted(function.keys() & stored.keys()):
+                if _plain(function[name]) != _plain(stored[name]):
+                    yield kind, name, function[name], stored[name]
+    parts, inner, inner_saved = (
+        getattr(scheduler, "_schedulers", ()),
+        state.get("_schedulers"),
+        saved.get("_schedulers"),
+    )
+    if isinstance(inner, list) and isinstance(inner_saved, list) and len(inner) == len(inner_saved) == len(parts):
+        for part, part_state, part_saved in zip(parts, inner, inner_saved, strict=True):
+            yield from _differences(part, part_state, part_saved)
 
 
 def _first_part(scheduler: Any) -> Any:

@@ -155,14 +155,14 @@ def _warn_about_schedules(configured: Sequence[ConfiguredSchedule], loaded: Load
     """Warn about settings of schedules, such as their lengths, that the checkpoint has replaced, and about functions that it could not replace."""
     replaced: list[str] = []
     for index, (schedule, saved) in enumerate(zip(configured, loaded.shared["schedulers"], strict=True)):
-        which = f"schedule {index} " if len(configured) > 1 else ""
-        replaced += [f"{which}{text}" for text in schedule.replaced(saved)]
+        prefix = f"schedule {index} " if len(configured) > 1 else ""
+        replaced += [f"{prefix}{text}" for text in schedule.replaced(saved)]
         rate = schedule.changed_rate(saved)
         if rate is not None:
             logger.warning(
                 "%sthe functions of %s are those of configure_optimizers, because a checkpoint has none, and give %s: if that is meant, "
                 "Resume(%r, hyperparameters='configured') (fit run: --hyperparameters configured) begins with that rate",
-                *(which, type(schedule.scheduler).__name__, rate, str(how.path)),
+                *(prefix, type(schedule.scheduler).__name__, rate, str(how.path)),
             )
     if replaced:
         logger.warning(

@@ -152,6 +152,6 @@ def test_a_length_that_is_unknown_for_several_schedules_is_an_error(tmp_path: Pa
             return [optimizer], [configuration["lr_scheduler"], schedules.ExponentialLR(optimizer, 0.5)]
 
     fit(tmp_path, max_epochs=2, callbacks=[ModelCheckpoint()]).run(Two(schedules.PolynomialLR), ones(STEPS))
+    resume = Resume("last", hyperparameters="configured")
     with pytest.raises(ValueError, match="another scheduler changes the rates of the same optimizer"):
-        resume = Resume("last", hyperparameters="configured")
         fit(tmp_path, max_epochs=4).run(Two(schedules.PolynomialLR), ones(STEPS), resume=resume)
