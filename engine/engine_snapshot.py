@@ -26,6 +26,7 @@ from engine.checkpoint.resume import (
     rebase,
 )
 from engine.checkpoint.retention import CheckpointFolder
+from engine.checkpoint.schedule_settings import ConfiguredSchedule
 from engine.checkpoint.state_forms import Fields
 from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.tensor_files import is_dtensor
@@ -203,6 +204,7 @@ class EngineSnapshot:
         """Restore optimizers and schedulers, which :func:`engine.checkpoint.resume.check_optimizers` has accepted."""
         source, module, strategy = loaded.source, trained.module, self._strategy
         configured_groups = trained.hyperparameters()
+        configured_schedules = [ConfiguredSchedule(scheduler) for scheduler in trained.schedulers]
         for index, optimizer in enumerate(trained.optimizers):
             state = source.optim[str(index)]
             if not how.strict:
@@ -219,6 +221,9 @@ class EngineSnapshot:
                 configure(optimizer, groups)
             for scheduler in trained.schedulers:
                 rebase(scheduler)
+            for schedule, state in zip(configured_schedules, loaded.shared["schedulers"], strict=True):
+                siblings = [scheduler for scheduler in trained.schedulers if scheduler is not schedule.scheduler]
+                schedule.continue_configured(state, siblings)
 
     def own_state(self, loaded: Loaded) -> Fields | None:
         """The state that this rank has saved itself; ``None``, on all ranks, if the ranks are not those that saved. A collective."""
@@ -283,7 +288,7 @@ class EngineCheckpoints:
     def load(self, input_dir: str | Path, strict: bool, left_out: Sequence[nn.Module] = ()) -> dict[str, Any]:
         """Load as :meth:`engine.Engine.load_state` does; ``left_out``: prepared models whose weights are loaded elsewhere.
 
-        A run does the same in :func:`engine.loop.run_resume._continue`, with hooks and its own state.
+        A run does the same in :class:`engine.loop.run_resume.Resumption`, with hooks and its own state.
         """
         self.wait()
         storage, _ = split_path(input_dir)

@@ -239,7 +239,7 @@ class Fit:
     ) -> Result:
         """Train a module::
 
-            start or join the processes; seed; prepare_data; setup; configure_model; configure_optimizers; resume
+            start or join the processes; seed; prepare_data; setup; configure_model; the checkpoint's on_load_checkpoint; configure_optimizers; resume
             on_fit_start; sanity validation; on_train_start
             epochs (engine.loop.train)
             on_train_end; on_fit_end; teardown
@@ -314,7 +314,8 @@ class Fit:
         """Run ``validation_step`` on every batch; return one dict of metrics per loader.
 
         ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load its weights first, by default those that its score was
-        measured with; ``weights``: load instead ``"trained"``, or the weights that a callback has saved under a name such as ``"ema"``.
+        measured with, and what module and data module have saved beside them; ``weights``: load instead ``"trained"``, or the weights that a callback
+        has saved under a name such as ``"ema"``.
         """
         if module is UNSET or unknown:
             raise call_error(Fit.validate, unknown)
@@ -333,8 +334,7 @@ class Fit:
     ) -> list[dict[str, float]]:
         """Run ``test_step`` on every batch; return one dict of metrics per loader.
 
-        ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``: load its weights first, by default those that its score was
-        measured with; ``weights``: load instead ``"trained"``, or the weights that a callback has saved under a name such as ``"ema"``.
+        ``module``, ``loaders`` and ``datamodule``: as in :meth:`run`. ``checkpoint``, ``weights``: as in :meth:`validate`.
         """
         if module is UNSET or unknown:
             raise call_error(Fit.test, unknown)

@@ -52,14 +52,15 @@ class Resume:
     """The checkpoint. ``"last"``: the newest one of the newest run in ``root_dir``; ``"auto"``: like ``"last"``, or a new run if there is none;
     ``"best"``: by the score that ``ModelCheckpoint(monitor=...)`` saved with it; or a checkpoint's path or URL, or a run's folder."""
     weights_only: bool = False
-    """Load parameters and buffers only, and start a new run at step 0."""
+    """Load parameters and buffers only, with what the module and the data module have saved beside them, and start a new run at step 0."""
     optimizer: bool = True
     """``False``: optimizers and schedulers start fresh; counters and data position continue."""
     strict: bool = True
     """``False``: parameters that only the model or only the checkpoint has, or whose shapes differ, are left out and named in a warning."""
     hyperparameters: str = "checkpoint"
     """``"configured"``: learning rates, weight decays and other hyperparameters are those of ``configure_optimizers`` rather than the
-    saved ones; a learning rate that a schedule has changed is changed by the same factor. Optimizer states and schedules continue."""
+    saved ones; a learning rate that a schedule has changed is changed by the same factor. Optimizer states and schedules continue; a schedule
+    whose settings differ, such as its length, continues at its step with the rates of a run that had the configured ones from its start."""
     weights: str | None = None
     """With ``weights_only``: the weights to start with, ``"trained"`` or a name such as ``"ema"`` under which a callback saved others; by default
     the weights with which the checkpoint's score was measured. A run that continues always has the trained ones."""

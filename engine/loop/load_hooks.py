@@ -72,13 +72,32 @@ class LoadHooks:
         hooks = run.hooks.on_checkpoint_loaded if resumes else run.hooks.of_module("on_checkpoint_loaded")
         if not hooks:
             return
-        others = run.other_weights() if resumes else {}
-        before = {name: tensor.clone() for name, tensor in self._local_parts().items()} if others else {}
+        averages = run.other_weights() if resumes else {}
+        before = {name: tensor.clone() for name, tensor in self._local_parts().items()} if averages else {}
+        owned = run.stage == "fit" and bool(run.optimizers) and run.engine.strategy.owns_weights
+        earlier = _fingerprints(run) if owned else {}
         for hook in hooks:
             hook(run, run.module, self._entries_of_checkpoint())
-        if others:
+        if owned:
+            self._check_owned(earlier)
+        if averages:
             run.saver.hold()
-            _repeat_changes(before, self._local_parts(), others, run)
+            _repeat_changes(before, self._local_parts(), averages, run)
+
+    def _check_owned(self, before: Mapping[str, _Fingerprint]) -> None:
+        """Check that the hooks have changed no parameter of which the strategy has a copy that the next step would put in its place.
+
+        Raises:
+            ValueError: they have.
+        """
+        after = _fingerprints(self._run)
+        changed = [name for name, p in after.items() if p.parameter_id is not None and p.is_other_value(before[name])]
+        if changed:
+            strategy = type(self._run.engine.strategy).__name__
+            raise ValueError(
+                f"on_checkpoint_loaded changes {', '.join(changed[:_SHOWN])}, and {strategy} has its own copy of the parameters, with which the next "
+                "step overwrites that: change that copy by its own functions, or use strategy='ddp' or 'fsdp'"
+            )
 
     def restore_datamodule(self, strict: bool) -> None:
         """Restore the data module's state, if it was saved by one of this class."""
@@ -112,8 +131,8 @@ class LoadHooks:
         """The dict that the hooks get: all get the same one."""
         if self._entries is None:
             shared, counters = self._shared_state(), self._loaded.manifest.get("counters")
-            known = counters if isinstance(counters, dict) else shared.get("state") or {}
-            facts = {"epoch": known.get("epoch"), "global_step": known.get("step")}
+            counts = counters if isinstance(counters, dict) else shared.get("state") or {}
+            facts = {"epoch": counts.get("epoch"), "global_step": counts.get("step")}
             facts["hyper_parameters"] = dict(self._run.module.hparams)
             self._entries = Entries(shared.get("user") or {}, facts)
         return self._entries
@@ -162,7 +181,7 @@ class LoadHooks:
 
 
 class _Fingerprint:
-    """What tells whether a hook has set a tensor's value."""
+    """A tensor's form and the sum of its bytes, by which a value that a hook sets is noticed."""
 
     def __init__(self, tensor: Tensor, local: Tensor) -> None:
         self.parameter_id = id(tensor) if isinstance(tensor, nn.Parameter) else None
@@ -190,10 +209,10 @@ def _fingerprints(run: Run) -> dict[str, _Fingerprint]:
 
 @torch.no_grad()
 def _repeat_changes(
-    before: Mapping[str, Tensor], after: Mapping[str, Tensor], others: Mapping[str, Mapping[str, Tensor]], run: Run
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], averages: Mapping[str, Mapping[str, Tensor]], run: Run
 ) -> None:
-    """Give the elements in which ``after`` differs from ``before`` to the ``others`` too, by their names."""
-    for weights in others.values():
+    """Give the elements in which ``after`` differs from ``before`` to ``averages`` too, by their names."""
+    for weights in averages.values():
         local = dict(zip(weights, run.engine.strategy.local(list(weights.values())), strict=True))
         for name, tensor in local.items():
             old, new = before.get(name), after.get(name)

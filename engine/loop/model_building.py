@@ -27,8 +27,8 @@ def build_model(module: TrainModule) -> None:
     if calls:
         return
     for inner in list(module.modules()):
-        own = [parameter for parameter in inner.parameters(recurse=False) if parameter not in earlier]
-        if own and not any(parameter.is_meta for parameter in own):
+        new = [parameter for parameter in inner.parameters(recurse=False) if parameter not in earlier]
+        if new and not any(parameter.is_meta for parameter in new):
             module.init_weights(inner)
 
 

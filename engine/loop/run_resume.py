@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from engine.checkpoint.manifest import FOLDERS, SCORED_WITH, TRAINED, WEIGHTS
 from engine.checkpoint.reader import weights_folder
 from engine.checkpoint.resume import Loaded, Resume, opening, replaced_hyperparameters
+from engine.checkpoint.schedule_settings import ConfiguredSchedule
 from engine.distributed.collectives import all_or_none
 from engine.loop.load_hooks import LoadHooks
 from engine.loop.pending_set_up import PendingSetUp
@@ -25,9 +26,7 @@ _SHOWN = 6
 
 
 @contextmanager
-def resuming(
-    run: Run, checkpoint: str | Path | Resume | None, set_up: PendingSetUp
-) -> Iterator[Resumption | None]:
+def resuming(run: Run, checkpoint: str | Path | Resume | None, set_up: PendingSetUp) -> Iterator[Resumption | None]:
     """Open a checkpoint to resume from, and call the module's ``on_load_checkpoint``; ``None``: there is nothing to resume from.
 
     Args:
@@ -116,7 +115,9 @@ class Resumption:
         if loaded.saved_by_run:  # a checkpoint of a loop with Engine has no other weights
             for name, tensors in run.other_weights().items():  # after the hooks, which may have added parameters
                 loaded.source.others.read_into(name, tensors)
-        configured_groups = snapshot.trained().hyperparameters() if how.optimizer else []
+        trained = snapshot.trained()
+        configured_groups = trained.hyperparameters() if how.optimizer else []
+        configured_schedules = [ConfiguredSchedule(scheduler) for scheduler in trained.schedulers if how.optimizer]
         all_or_none(engine.group, partial(snapshot.check, loaded, how))  # raises on all ranks if it does on one
         if how.optimizer:
             snapshot.restore_optimizers(loaded, how)
@@ -130,6 +131,7 @@ class Resumption:
         if engine.is_main_process:
             if how.optimizer and how.hyperparameters == "checkpoint":
                 _warn_about_replaced(run, configured_groups, how)
+                _warn_about_schedules(configured_schedules, loaded, how)
             logger.info("resumed from %s: epoch %d, step %d", loaded.path, run.state.epoch, run.state.step)
 
 
@@ -146,6 +148,28 @@ def _warn_about_replaced(run: Run, configured_groups: list[list[dict[str, Any]]]
             "the optimizer continues with the checkpoint's %s. To use the values of configure_optimizers: Resume(%r, "
             "hyperparameters='configured') (fit run: --hyperparameters configured)",
             names,
+            str(how.path),
+        )
+
+
+def _warn_about_schedules(configured: Sequence[ConfiguredSchedule], loaded: Loaded, how: Resume) -> None:
+    """Warn about settings of schedules, such as their lengths, that the checkpoint has replaced, and about functions that it could not replace."""
+    replaced: list[str] = []
+    for index, (schedule, saved) in enumerate(zip(configured, loaded.shared["schedulers"], strict=True)):
+        prefix = f"schedule {index} " if len(configured) > 1 else ""
+        replaced += [f"{prefix}{text}" for text in schedule.replaced(saved)]
+        rate = schedule.changed_rate(saved)
+        if rate is not None:
+            logger.warning(
+                "%sthe functions of %s are those of configure_optimizers, because a checkpoint has none, and give %s: if that is meant, "
+                "Resume(%r, hyperparameters='configured') (fit run: --hyperparameters configured) begins with that rate",
+                *(prefix, type(schedule.scheduler).__name__, rate, str(how.path)),
+            )
+    if replaced:
+        logger.warning(
+            "the schedule continues with the checkpoint's %s. To use the values of configure_optimizers, with the rates of a run that had them from "
+            "the start: Resume(%r, hyperparameters='configured') (fit run: --hyperparameters configured)",
+            ", ".join([*replaced[:_SHOWN], *([f"and {len(replaced) - _SHOWN} more"] if replaced[_SHOWN:] else [])]),
             str(how.path),
         )
 

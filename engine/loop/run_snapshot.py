@@ -17,6 +17,7 @@ from engine.checkpoint.json_tree import pack
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.reader import Source
 from engine.checkpoint.resume import Loaded, Resume, check_optimizers, check_samples
+from engine.checkpoint.schedule_settings import ConfiguredSchedule
 from engine.checkpoint.state_forms import Entries, Fields
 from engine.config.hyperparameters import as_data
 from engine.config.masked import Config
@@ -241,6 +242,9 @@ class RunSnapshot:
         if how.optimizer:
             trained = self.trained()
             check_optimizers(loaded, trained.optimizers, trained.schedulers, how)
+            if how.hyperparameters == "checkpoint":
+                for scheduler, saved in zip(trained.schedulers, loaded.shared["schedulers"], strict=True):
+                    ConfiguredSchedule(scheduler).check_length(loaded.path, saved)
         if self.engine.is_main_process and self.module.automatic_optimization:
             self._warn_about_global_batch(loaded)
 

@@ -48,7 +48,7 @@ def values_recorded() -> Iterator[None]:
         return
     owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
     with (
-        _explained("configure_model"),
+        _advice_on_errors("configure_model"),
         warnings.catch_warnings(),
         _registering(partial(_recorded_stand_in, owners)),
         _buffers_with_values(),
@@ -64,7 +64,7 @@ def values_recorded() -> Iterator[None]:
 
 
 @contextmanager
-def _explained(method: str) -> Iterator[None]:
+def _advice_on_errors(method: str) -> Iterator[None]:
     """Explain torch's errors about tensors without memory, which the user's ``method`` gets.
 
     Raises:
@@ -200,7 +200,7 @@ def record_initial_values(
     Returns, Raises:
         As :func:`materialise`.
     """
-    with _explained("init_weights"), recorded_values.Recording():
+    with _advice_on_errors("init_weights"), recorded_values.Recording():
         return materialise(module, device, initialise)
 
 

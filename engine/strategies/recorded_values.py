@@ -19,17 +19,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from engine.utils import accelerator, torch_private
+from engine.utils.torch_private import DispatchMode, TensorBase, flatten, is_wrapper, map_only
 
 _SMALL = 1 << 20
 """Bytes up to which a tensor from outside the recording is copied, in case it changes before the operation is repeated."""
 
 _META = torch.device("meta")
-_BASE: Any = torch._C.TensorBase
 
 _OVERWRITES = frozenset(
     (
@@ -74,7 +72,7 @@ class Constant:
     checksum: int | None = None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Constant:
+    def from_tensor(cls, tensor: Tensor) -> Constant:
         """The ``tensor`` as it is now: a copy of a small one."""
         tensor = tensor.detach()
         if tensor.numel() * tensor.element_size() <= _SMALL:
@@ -109,17 +107,17 @@ class View:
     """Whether the tensor is a conjugate, and a negative, of what is in memory."""
 
     @classmethod
-    def of(cls, tensor: Tensor, memory: Memory) -> View:
+    def from_tensor(cls, tensor: Tensor, memory: Memory) -> View:
         flags = (tensor.is_conj(), tensor.is_neg())
         return cls(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), flags)
 
-    def on(self, storage: torch.UntypedStorage) -> Tensor:
+    def tensor_on(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor on a ``storage`` that stands for the memory."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         if self.flags[0]:
-            tensor = torch._conj(tensor)
-        return torch._neg_view(tensor) if self.flags[1] else tensor
+            tensor = torch_private.conjugate_view(tensor)
+        return torch_private.negative_view(tensor) if self.flags[1] else tensor
 
     def covers_memory(self) -> bool:
         """Whether every byte of the memory is in this tensor, once."""
@@ -162,7 +160,7 @@ class Operation:
                 result = self.function(*args, **kwargs)
             finally:
                 self.generator.set_state(before)
-        for view, value in zip(self.outputs, tree_flatten(result)[0], strict=True):
+        for view, value in zip(self.outputs, flatten(result)[0], strict=True):
             if view is not None:
                 storages[view.memory] = _laid_out(view, value)
 
@@ -186,7 +184,7 @@ def recorded_value(tensor: Tensor) -> Tensor:
     memory = _memory_without_values(tensor)
     assert memory is not None
     with torch_private.without_modes():
-        value = _repeated(View.of(tensor, memory))
+        value = _repeated(View.from_tensor(tensor, memory))
         return value.clone() if value.untyped_storage().nbytes() != value.numel() * value.element_size() else value
 
 
@@ -195,7 +193,7 @@ def active() -> Recording | None:
     return next((mode for mode in torch_private.dispatch_modes() if isinstance(mode, Recording)), None)
 
 
-class Recording(TorchDispatchMode):
+class Recording(DispatchMode):
     """Inside the block, operations on parameters without memory are recorded, and so is where their values come from."""
 
     def __init__(self) -> None:
@@ -227,7 +225,7 @@ class Recording(TorchDispatchMode):
 
         def device(tensor: Tensor) -> torch.device:
             memory = _memory_without_values(tensor) if has_no_memory(tensor) and not self._is_running else None
-            actual: torch.device = _BASE.device.__get__(tensor)
+            actual: torch.device = TensorBase.device.__get__(tensor)
             return actual if memory is None else memory.device
 
         def is_meta(tensor: Tensor) -> bool:
@@ -235,14 +233,14 @@ class Recording(TorchDispatchMode):
 
         def set_data(tensor: Tensor, value: Tensor) -> None:
             lacks_values = is_recorded(tensor) and not has_no_memory(value)
-            _BASE.data.__set__(tensor, self.without_memory(value) if lacks_values else value)
+            TensorBase.data.__set__(tensor, self.without_memory(value) if lacks_values else value)
 
         def numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not _is_foreign(tensor) and not has_no_memory(tensor):
                 self._memories.pop(tensor.untyped_storage(), None)  # numpy may change it, unseen
-            return _BASE.numpy(tensor, *args, **kwargs)
+            return TensorBase.numpy(tensor, *args, **kwargs)
 
-        data = property(_BASE.data.__get__, set_data)
+        data = property(TensorBase.data.__get__, set_data)
         return {"device": property(device), "is_meta": property(is_meta), "data": data, "numpy": numpy}
 
     def stand_in(self, parameter: nn.Parameter) -> nn.Parameter | None:
@@ -263,7 +261,7 @@ class Recording(TorchDispatchMode):
                 return result
             storage = torch.empty(memory.nbytes, dtype=torch.uint8, device=_META).untyped_storage()
             _RECORDED[storage] = memory
-            return View.of(tensor, memory).on(storage)
+            return View.from_tensor(tensor, memory).tensor_on(storage)
 
     def with_memory(self, tensor: Tensor) -> Tensor:
         """A tensor with the values that were recorded for ``tensor``, which shares further changes with it."""
@@ -272,9 +270,9 @@ class Recording(TorchDispatchMode):
             assert memory is not None
             storage = memory.storage()
             if storage is None:
-                storage = _repeated(View.of(tensor, memory)).untyped_storage()
+                storage = _repeated(View.from_tensor(tensor, memory)).untyped_storage()
                 self._has_values(memory, storage)
-            return View.of(tensor, memory).on(storage)
+            return View.from_tensor(tensor, memory).tensor_on(storage)
 
     def _has_values(self, memory: Memory, storage: torch.UntypedStorage) -> None:
         """Note that ``storage`` has the current values of ``memory``."""
@@ -295,7 +293,7 @@ class Recording(TorchDispatchMode):
             self._is_running = outer
 
     def _dispatch(self, function: Any, args: Any, kwargs: Any) -> Any:
-        leaves = tree_flatten((args, kwargs))[0]
+        leaves = flatten((args, kwargs))[0]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if function is torch.ops.aten.scalar_tensor.default and kwargs.get("device") == _META:
             # The number of an assignment to a part of a tensor without memory.
@@ -324,13 +322,13 @@ class Recording(TorchDispatchMode):
             values: the values of tensors without memory, by their ids.
         """
         operation = self._operation(function, args, kwargs, tensors, written)
-        real_args, real_kwargs = tree_map_only(Tensor, lambda t: values.get(id(t), t), (args, kwargs))
+        real_args, real_kwargs = map_only(Tensor, lambda t: values.get(id(t), t), (args, kwargs))
         result = function(*real_args, **real_kwargs)
         if any(map(has_no_memory, _tensors(result))):  # the user asks for a tensor without values
             return result
         originals = {id(value): t for t in tensors if (value := values.get(id(t))) is not None}
         self._finish(operation, result, [values.get(id(t), t) for t in tensors], written)
-        return tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
+        return map_only(Tensor, lambda t: originals.get(id(t), t), result)
 
     def _run_without_values(
         self, function: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], written: Sequence[Tensor]
@@ -342,7 +340,7 @@ class Recording(TorchDispatchMode):
         if not keeps_values and not _needs_values(function) and not (draws and any(map(has_no_memory, reads))):
             operation = self._operation(function, args, kwargs, tensors, written)
             shapes = {id(t): t if has_no_memory(t) else _on_meta(t) for t in tensors}
-            meta_args, meta_kwargs = tree_map_only(Tensor, lambda t: shapes[id(t)], (args, kwargs))
+            meta_args, meta_kwargs = map_only(Tensor, lambda t: shapes[id(t)], (args, kwargs))
             try:
                 result = function(*meta_args, **{name: v for name, v in meta_kwargs.items() if name != "generator"})
             except (NotImplementedError, RuntimeError):
@@ -352,7 +350,7 @@ class Recording(TorchDispatchMode):
                     self._draw(function, args, kwargs)
                 self._finish(operation, result, [shapes[id(t)] for t in tensors], written)
                 originals = {id(shapes[id(t)]): t for t in tensors}
-                return tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
+                return map_only(Tensor, lambda t: originals.get(id(t), t), result)
         return self._run(function, args, kwargs, tensors, written, self._values(tensors))
 
     def _values(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
@@ -365,8 +363,8 @@ class Recording(TorchDispatchMode):
                 assert memory is not None
                 storage = memory.storage() or repeated.get(memory)
                 if storage is None:
-                    storage = repeated[memory] = _repeated(View.of(tensor, memory)).untyped_storage()
-                values[id(tensor)] = View.of(tensor, memory).on(storage)
+                    storage = repeated[memory] = _repeated(View.from_tensor(tensor, memory)).untyped_storage()
+                values[id(tensor)] = View.from_tensor(tensor, memory).tensor_on(storage)
         return values
 
     def _storage_with_values(self, tensor: Tensor) -> torch.UntypedStorage | None:
@@ -385,9 +383,9 @@ class Recording(TorchDispatchMode):
             if storage is None:
                 storage = torch.empty(memory.nbytes, dtype=torch.uint8, device=memory.device).untyped_storage()
                 storages[id(memory)] = storage
-            return View.of(tensor, memory).on(storage)
+            return View.from_tensor(tensor, memory).tensor_on(storage)
 
-        real_args, real_kwargs = tree_map_only(Tensor, scratch, (args, kwargs))
+        real_args, real_kwargs = map_only(Tensor, scratch, (args, kwargs))
         function(*real_args, **real_kwargs)
 
     # -- recording --------------------------------------------------------------------------------------------------------------------------
@@ -402,9 +400,9 @@ class Recording(TorchDispatchMode):
 
         def recorded(tensor: Tensor) -> View | Constant:
             memory = memories[id(tensor)]
-            return Constant.of(tensor) if memory is None else View.of(tensor, memory)
+            return Constant.from_tensor(tensor) if memory is None else View.from_tensor(tensor, memory)
 
-        recorded_args, recorded_kwargs = tree_map_only(Tensor, recorded, (args, kwargs))
+        recorded_args, recorded_kwargs = map_only(Tensor, recorded, (args, kwargs))
         self._count += 1
         operation = Operation(self._count, function, recorded_args, recorded_kwargs)
         written_ids = {id(t) for t in written}
@@ -414,7 +412,7 @@ class Recording(TorchDispatchMode):
             memory = memories[id(tensor)]
             if memory is not None:
                 is_first = tensor is next(iter(args), None)
-                if name in _OVERWRITES and is_first and View.of(tensor, memory).covers_memory():
+                if name in _OVERWRITES and is_first and View.from_tensor(tensor, memory).covers_memory():
                     operation.overwrites += [memory] if memory not in operation.reads else []
                 else:
                     operation.reads.append(memory)
@@ -435,10 +433,10 @@ class Recording(TorchDispatchMode):
             if (memory := self.memory_of(tensor)) is not None and memory.writers[-1:] != [operation]:
                 memory.writers.append(operation)
         fresh: dict[int, Memory] = {}
-        for leaf in tree_flatten(result)[0]:
+        for leaf in flatten(result)[0]:
             view = None
             if isinstance(leaf, Tensor) and not _is_foreign(leaf) and id(leaf.untyped_storage()) not in old:
-                view = View.of(leaf, self._created(leaf, operation, fresh))
+                view = View.from_tensor(leaf, self._created(leaf, operation, fresh))
             operation.outputs.append(view)
 
     def _created(self, tensor: Tensor, operation: Operation, fresh: dict[int, Memory]) -> Memory:
@@ -479,7 +477,7 @@ def _repeated(view: View) -> Tensor:
     storages: dict[Memory, torch.UntypedStorage] = {}
     for index in sorted(chosen):
         chosen[index].run(storages)
-    return view.on(_storage(view.memory, storages))
+    return view.tensor_on(_storage(view.memory, storages))
 
 
 def _storage(memory: Memory, storages: dict[Memory, torch.UntypedStorage]) -> torch.UntypedStorage:
@@ -495,18 +493,18 @@ def _with_tensors(tree: Any, storages: dict[Memory, torch.UntypedStorage]) -> An
     def tensor(leaf: Any) -> Any:
         if isinstance(leaf, Constant):
             return leaf.value()
-        return leaf.on(_storage(leaf.memory, storages))
+        return leaf.tensor_on(_storage(leaf.memory, storages))
 
-    return tree_map_only((View, Constant), tensor, tree)
+    return map_only((View, Constant), tensor, tree)
 
 
 def _laid_out(view: View, value: Tensor) -> torch.UntypedStorage:
     """The storage of an operation's result, in the layout that was recorded."""
-    same = (value.stride(), value.storage_offset()) == (view.stride, view.offset)
-    if same and value.untyped_storage().nbytes() >= view.memory.nbytes:
+    is_same = (value.stride(), value.storage_offset()) == (view.stride, view.offset)
+    if is_same and value.untyped_storage().nbytes() >= view.memory.nbytes:
         return value.untyped_storage()
     storage = torch.empty(view.memory.nbytes, dtype=torch.uint8, device=value.device).untyped_storage()
-    view.on(storage).copy_(value)
+    view.tensor_on(storage).copy_(value)
     return storage
 
 
@@ -519,13 +517,13 @@ def _memory_without_values(tensor: Tensor) -> Memory | None:
 
 def has_no_memory(tensor: Tensor) -> bool:
     """Whether a tensor is on the meta device, whatever it looks like inside a recording."""
-    is_meta: bool = _BASE.is_meta.__get__(tensor)
+    is_meta: bool = TensorBase.is_meta.__get__(tensor)
     return is_meta
 
 
 def _is_foreign(tensor: Tensor) -> bool:
     """Whether a tensor has no storage of its own, as subclasses that wrap tensors, and sparse ones."""
-    return tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor)
+    return tensor.layout != torch.strided or is_wrapper(tensor)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -544,17 +542,17 @@ def _draws(function: Any) -> bool:
 
 def _generator(kwargs: Mapping[str, Any], device: torch.device | None) -> torch.Generator:
     """The generator from which an operation draws: the one that it was given, or its device's."""
-    given: torch.Generator | None = kwargs.get("generator")
-    if given is not None:
-        return given
+    generator: torch.Generator | None = kwargs.get("generator")
+    if generator is not None:
+        return generator
     device = torch.device(kwargs.get("device") or device or "cpu")
     if device.type in ("cpu", "meta"):
         return torch.default_generator
     module = accelerator.module(device)
-    generator: torch.Generator = module.default_generators[
+    default: torch.Generator = module.default_generators[
         module.current_device() if device.index is None else device.index
     ]
-    return generator
+    return default
 
 
 def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -572,7 +570,7 @@ def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor))
+    return (leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor))
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -17,12 +17,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["BatchNorm", "multiply", "norms", "register_dataclass", "unscale", "update_scale", "without_dynamo"]
+__all__ = [
+    "BatchNorm", "DispatchMode", "TensorBase", "conjugate_view", "flatten", "is_wrapper", "map_only", "multiply", "negative_view", "norms",
+    "register_dataclass", "unscale", "update_scale", "without_dynamo",
+]  # fmt: skip
 
 try:  # these are torch's own functions, so that a step calls them without a function of ours in between
     multiply = torch._foreach_mul_
@@ -31,6 +36,16 @@ try:  # these are torch's own functions, so that a step calls them without a fun
     """``(tensors)``: the norm of each tensor, in one pass."""
     register_dataclass = _pytree.register_dataclass
     """``(cls)``: let torch find the tensors in objects of this dataclass. ``torch.export.register_dataclass`` would import the exporter."""
+    TensorBase: Any = torch._C.TensorBase
+    """The class of torch's that has the attributes of ``torch.Tensor``."""
+    conjugate_view = torch._conj
+    """``(tensor)``: the conjugate, without a copy."""
+    negative_view = torch._neg_view
+    """``(tensor)``: the negative, without a copy."""
+    flatten = _pytree.tree_flatten
+    """``(tree)``: the leaves of a tree of arguments, and its form."""
+    map_only = _pytree.tree_map_only
+    """``(kinds, function, tree)``: a copy of a tree of arguments with ``function`` applied to leaves of these types."""
     unscale = torch._amp_foreach_non_finite_check_and_unscale_
     """``(gradients, found, inverse)``: multiply gradients by ``inverse`` in place; set ``found`` to 1 if one of them is not finite."""
     update_scale = torch._amp_update_scale_

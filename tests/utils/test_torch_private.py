@@ -193,6 +193,28 @@ def test_forks() -> None:
     assert torch_private.is_after_fork(torch.cuda) is False
 
 
+def test_modes_see_operations() -> None:
+    class Names(torch_private.DispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            leaves, _ = torch_private.flatten(args)
+            names.append((function._schema.name, [torch_private.is_wrapper(leaf) for leaf in leaves]))
+            return torch_private.map_only(Tensor, torch_private.negative_view, function(*args, **(kwargs or {})))
+
+    names: list[Any] = []
+    tensor = torch.ones(2)
+    assert torch_private.dispatch_modes() == []
+    with Names() as mode:
+        assert torch_private.dispatch_modes() == [mode]
+        negative = tensor + 1
+        assert not torch_private.is_simulated()
+    assert negative.tolist() == [-2, -2]
+    assert names[0] == ("aten::add", [False, False])
+    with torch_private.fake_mode():
+        assert torch_private.is_simulated()
+    assert torch_private.conjugate_view(torch.tensor([1j])).tolist() == [-1j]
+    assert torch_private.TensorBase.is_meta.__get__(tensor) is False
+
+
 def test_modes() -> None:
     with torch_private.fake_mode() as mode:
         assert torch.ones(2).device == CPU
