@@ -12,6 +12,7 @@ from types import FrameType
 from engine.config.settings import Settings
 from engine.distributed.agreement import Agreement
 from engine.distributed.early_signals import EarlySignals
+from engine.distributed.watchdog import SetupWatch
 from engine.loop.state import TrainState
 from engine.utils.errors import TERMINATED
 from engine.utils.log import logger
@@ -59,6 +60,7 @@ class StopControl:
         """The next step after which something may be due: a limit, validation, publishing, garbage collection."""
         self.below_min_steps = False
         """Whether ``min_steps`` is not reached yet; the same on all ranks."""
+        self._setup_watch: SetupWatch | None = None
         self._postponed: str | None = None
         """The reason to stop once ``min_epochs`` and ``min_steps`` are reached."""
 
@@ -140,9 +142,15 @@ class StopControl:
             self.reason = f"max_time={max_time} {reached}"
         return bool(self.reason)
 
+    def end_set_up(self) -> None:
+        """Stop watching the set-up of the run: its batches begin, which a watchdog watches."""
+        if self._setup_watch is not None:
+            self._setup_watch.stop()
+
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Inside the block, Ctrl-C and SIGTERM end the run after the step; a second Ctrl-C at once. The user's own handlers stay in place."""
+        """Inside the block, Ctrl-C and SIGTERM end the run after the step; a second Ctrl-C at once. The user's own handlers stay in place. Until
+        :meth:`end_set_up` the set-up is watched."""
         owner, is_main_thread = os.getpid(), threading.current_thread() is threading.main_thread()
         pressed = False  # on this rank; `interrupted` is true on all ranks after a Ctrl-C on one
 
@@ -177,7 +185,11 @@ class StopControl:
             signal.signal(number, handler)
         try:
             with self.early_signals if replaced else nullcontext():
-                yield
+                self._setup_watch = SetupWatch(self.early_signals)
+                try:
+                    yield
+                finally:
+                    self.end_set_up()
         finally:
             for number, before, _ in replaced:
                 signal.signal(number, before)
