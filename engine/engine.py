@@ -78,8 +78,8 @@ class Engine:
         precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``fp8-mixed``, ``bf16-true``, ``16-true``, ``64-true``, or :class:`engine.FP8`.
         accumulate_grad_batches: micro-batches in an accumulation window; may be changed between epochs.
         on_nonfinite: ``"raise"`` an error at, or ``"skip"``, a step whose gradient norm is not finite; ``None``: no check (fp16 always skips).
-        max_skipped_steps: so many steps in a row that are skipped because a gradient is not finite are an error, under fp16 once its loss scale is
-            at most 1; ``None``: no limit.
+        max_skipped_steps: maximum number of steps in a row that are skipped because a gradient is not finite: the last of them is an error, under
+            fp16 once its loss scale is at most 1. ``None``: no limit.
         activation_checkpointing: recompute the repeated blocks in the backward pass: ``"full"``, ``"selective"`` or n (every n-th block).
         compile: ``True``, ``"blocks"`` (each repeated block) or a dict of ``torch.compile``'s options.
         sync_batchnorm: batch norms compute their statistics over the samples of all ranks, as one process would over the whole micro-batch.

@@ -113,9 +113,9 @@ class Fit:
             to seed the first weights of a module that is created earlier, call ``seed_everything`` before.
         on_nonfinite: The reaction to a step whose gradient norm is not finite: ``"raise"`` an error, ``"skip"`` the step, or ``None``: no
             check.
-        max_skipped_steps: So many steps in a row that are skipped because a gradient is not finite are an error, under fp16 once its loss
-            scale is at most 1; ``None``: no limit. The first skipped step is reported; later ones are counted in the metric
-            ``skipped_steps``.
+        max_skipped_steps: Maximum number of steps in a row that are skipped because a gradient is not finite: the last of them is an error,
+            under fp16 once its loss scale is at most 1. ``None``: no limit. The first skipped step is reported; later ones are counted in
+            the metric ``skipped_steps``.
         timeout: Maximum time without a finished batch, and for a collective, after the first step: several ranks then end with an error
             that names those that lag; a single process logs its position. ``None``: ``start_timeout`` applies throughout, without
             monitoring.

@@ -62,7 +62,7 @@ class EarlySignals:
 
 
 def _forget_in_child() -> None:
-    """In a forked process, such as a data worker: its signals are not this process's."""
+    """Leave the pipe to the parent, in a forked process such as a data worker: its signals are not the parent's."""
     global _writing_end
     if _writing_end >= 0:
         with suppress(ValueError):

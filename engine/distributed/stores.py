@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -105,8 +105,8 @@ class Notes:
 
         self._result_within(ANSWER_S, write)
 
-    def read_all(self, names: Sequence[str]) -> list[Any] | None:
-        """Return the notes of these names, in one request; ``None`` if one of them does not exist."""
+    def read_all(self, names: list[str]) -> list[Any] | None:
+        """Return the notes of these names, in one request; ``None`` if one of them does not exist, or the store does not answer now."""
         store = self._store
         if store is None or not self.answers:
             return None
@@ -114,7 +114,9 @@ class Notes:
         def read() -> list[Any] | None:
             return [json.loads(value) for value in store.multi_get(names)] if store.check(names) else None
 
-        return self._result_within(ANSWER_S, read)  # type: ignore[no-any-return]
+        notes: list[Any] | None = self._result_within(ANSWER_S, read)
+        self.answers = True  # this is asked again and again, and one slow answer must not end it
+        return notes
 
     def read(self, name: str, wait_s: float) -> Any:
         """Return the note of this name, waiting at most ``wait_s`` (s) for it; ``None`` if there is none."""

@@ -16,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from engine.engine import Engine
 from engine.loop.method_arguments import accepting
 from engine.loop.run import Run
-from engine.loop.steps import AutomaticOptimization, note_without_loss, run_for_matching
+from engine.loop.steps import AutomaticOptimization, run_for_matching
 from engine.metrics.torchmetrics_states import unchanged
 from engine.module import TrainModule, overrides
 from engine.step.optimizers import needs_closure
@@ -121,7 +121,7 @@ class ClosureOptimization(AutomaticOptimization):
         run.engine.settle()
         if not self._window_has_loss:
             run.engine.window.discard()
-            note_without_loss(run)
+            self.note_without_loss()
             if run.module.may_train_nothing and not self._verdicts:
                 self.applied(True)
         if self._verdicts:

@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.distributed.collectives import gather_json
 from engine.loop.run import Run
 from engine.loop.state import status_of
+from engine.module import TrainModule
 from engine.utils.log import logger
 
 MOST = 5
@@ -15,17 +16,20 @@ MOST = 5
 
 
 def check_trained(run: Run) -> None:
-    """Refuse a training that has reached its limit without an optimizer step, because every batch was left out; see ``note_without_loss``.
+    """Refuse a training that has reached its limit without an optimizer step, because every batch was left out; see
+    :meth:`engine.loop.steps.AutomaticOptimization.note_without_loss`.
 
     In manual optimization, where the module may mean it, this is a warning.
 
     Raises:
         ValueError: ``training_step`` returned ``None`` for every batch.
     """
+    optimization = run.optimization
+    assert optimization is not None
     if run.state.step != run.first_step or not run.state.batches or status_of(run.stop_reason) != "completed":
         return
-    if run.windows_without_loss and not run.module.may_train_nothing:
-        raise ValueError(without_loss(run))
+    if optimization.windows_without_loss and not run.module.may_train_nothing:
+        raise ValueError(without_loss(run.module, optimization.windows_without_loss))
     if not run.module.automatic_optimization and run.optimizers and run.is_main_process:
         logger.warning(
             "%s.training_step, with automatic_optimization=False, has not called step() of any optimizer: nothing was trained",
@@ -33,10 +37,10 @@ def check_trained(run: Run) -> None:
         )
 
 
-def without_loss(run: Run) -> str:
+def without_loss(module: TrainModule, windows: int) -> str:
     """The message of an error: ``training_step`` has returned no loss for any batch."""
     return (
-        f"{type(run.module).__name__}.training_step returned None for every batch ({run.windows_without_loss} windows), so nothing was trained: "
+        f"{type(module).__name__}.training_step returned None for every batch ({windows} windows), so nothing was trained: "
         "return the loss. None leaves a batch out, and configure_optimizers that returns [] trains nothing on purpose"
     )
 

@@ -18,7 +18,7 @@ from engine.checkpoint.run_folder import RunFolder, Trained
 from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
 from engine.distributed import failures
-from engine.distributed.watchdog import SetupWatch, Watchdog, explain_mismatch
+from engine.distributed.watchdog import Watchdog, explain_mismatch
 from engine.launch import script_ranks
 from engine.loop.method_arguments import accepting
 from engine.loop.run import Run
@@ -34,12 +34,10 @@ def session(run: Run) -> Iterator[None]:
     """Run the block in :func:`frame`; Ctrl-C and SIGTERM end the run after a step, with a line that says what is saved."""
     failures.show_interrupts_no_longer(run.engine.group.environment)  # an earlier run may have let them show
     with torch_flags(run.settings), run.control.signals():
-        run.setup_watch = SetupWatch(run.control.early_signals)
         try:
             with frame(run):
                 yield
         finally:
-            run.setup_watch.stop()
             if isinstance(run.exception, KeyboardInterrupt):
                 run.exception.args = run.exception.args or (_summary(run, "Ctrl-C"),)
             elif run.terminated and run.is_main_process:
@@ -224,8 +222,7 @@ def torch_flags(settings: Settings) -> Iterator[None]:
 def watched(run: Run) -> Iterator[None]:
     """Inside the block, raise :class:`engine.HangError` if the run hangs, and in debug mode :class:`engine.MismatchError` if ranks differ."""
     settings, group = run.settings, run.engine.group
-    if run.setup_watch is not None:
-        run.setup_watch.stop()
+    run.control.end_set_up()
     start_timeout = timedelta(seconds=settings.start_timeout.value)
     group.limit(start_timeout)  # an earlier run may have left a shorter one
     watchdog = None

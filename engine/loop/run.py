@@ -30,7 +30,6 @@ from engine.config.settings_file import as_yaml
 from engine.data.loader import PreparedLoader
 from engine.distributed.agreement import Agreement, Stopwatch
 from engine.distributed.collectives import stack
-from engine.distributed.watchdog import SetupWatch
 from engine.engine import Engine
 from engine.loop.hooks import Hooks
 from engine.loop.loaders import RunData, RunLoaders
@@ -76,12 +75,8 @@ class Run:
     optimization: Optimization | None = None
     """The object that processes each micro-batch and each accumulation window; in trainings only."""
     exception: BaseException | None = None
-    setup_watch: SetupWatch | None = None
-    """Watches the set-up, until the first batch."""
     first_step = 0
     """The number of optimizer steps at the start of this training: those of the run that it resumes."""
-    windows_without_loss = 0
-    """The number of windows of this training in which ``training_step`` returned no loss."""
     nonfinite: tuple[str, ...] = ()
     """Names of weights that were not finite at the training's end; see :attr:`engine.Result.nonfinite`."""
     evaluating = False

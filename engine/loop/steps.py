@@ -84,7 +84,7 @@ class AutomaticOptimization(Optimization):
         engine, module, hooks = run.engine, run.module, run.hooks
         if not engine.window.weights.fed and not engine.window_has_loss():
             engine.window.discard()
-            note_without_loss(run)
+            self.note_without_loss()
             if run.module.may_train_nothing:
                 self.applied(True)
             return
@@ -101,6 +101,25 @@ class AutomaticOptimization(Optimization):
             for hook in hooks.on_before_zero_grad:
                 hook(run, module, optimizer)
             optimizer.zero_grad()
+
+    def note_without_loss(self) -> None:
+        """Count a window in which ``training_step`` has returned no loss, and warn as long as this training has none at all. Where only a number of
+        steps ends the training, which it would never reach, that is an error in the end.
+
+        Raises:
+            ValueError: as :func:`engine.loop.last_checks.check_trained`.
+        """
+        run = self.run
+        self.windows_without_loss += 1
+        if run.state.step != run.first_step:
+            return
+        warn_once(
+            f"{type(run.module).__name__}.training_step returned None for every batch so far: nothing is trained. "
+            "Return the loss, unless you want to skip these batches"
+        )
+        only_steps_end_it = run.max_steps is not None and run.max_epochs is None and run.settings.max_time is None
+        if only_steps_end_it and self.windows_without_loss >= max(MOST_WITHOUT_LOSS, run.max_steps or 0):
+            raise ValueError(without_loss(run.module, self.windows_without_loss))
 
     def cut(self) -> None:
         self.run.engine.discard_window()
@@ -233,22 +252,3 @@ def run_for_matching(run: Run, call: Callable[..., Any], batch: Any, index: int)
     """Run a training step on a repeated micro-batch, only because the other ranks' steps have collectives; metrics do not see it."""
     with unchanged(run.module, run.logbook.recorder.metrics):
         return call(batch, index)
-
-
-def note_without_loss(run: Run) -> None:
-    """Count a window in which ``training_step`` has returned no loss, and warn as long as this training has none at all. Where only a number of
-    steps ends the training, which it would never reach, that is an error in the end.
-
-    Raises:
-        ValueError: as :func:`engine.loop.last_checks.check_trained`.
-    """
-    run.windows_without_loss += 1
-    if run.state.step != run.first_step:
-        return
-    warn_once(
-        f"{type(run.module).__name__}.training_step returned None for every batch so far: nothing is trained. "
-        "Return the loss, unless you want to skip these batches"
-    )
-    only_steps_end_it = run.max_steps is not None and run.max_epochs is None and run.settings.max_time is None
-    if only_steps_end_it and run.windows_without_loss >= max(MOST_WITHOUT_LOSS, run.max_steps or 0):
-        raise ValueError(without_loss(run))

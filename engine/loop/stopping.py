@@ -12,6 +12,7 @@ from types import FrameType
 from engine.config.settings import Settings
 from engine.distributed.agreement import Agreement
 from engine.distributed.early_signals import EarlySignals
+from engine.distributed.watchdog import SetupWatch
 from engine.loop.state import TrainState
 from engine.utils.errors import TERMINATED
 from engine.utils.log import logger
@@ -62,6 +63,7 @@ class StopControl:
         self.waiting: list[str] = []
         """The reasons of this rank's requests to stop that wait until ``min_epochs`` and ``min_steps`` are reached."""
         self._is_early = False
+        self._setup_watch: SetupWatch | None = None
 
     @property
     def elapsed_s(self) -> float:
@@ -153,9 +155,15 @@ class StopControl:
             self._is_early = True
         return bool(self.reason)
 
+    def end_set_up(self) -> None:
+        """Stop watching the set-up of the run: its batches begin, which a watchdog watches."""
+        if self._setup_watch is not None:
+            self._setup_watch.stop()
+
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Inside the block, Ctrl-C and SIGTERM end the run after the step; a second Ctrl-C at once. The user's own handlers stay in place."""
+        """Inside the block, Ctrl-C and SIGTERM end the run after the step; a second Ctrl-C at once. The user's own handlers stay in place. Until
+        :meth:`end_set_up` the set-up is watched."""
         owner, is_main_thread = os.getpid(), threading.current_thread() is threading.main_thread()
         pressed = False  # on this rank; `interrupted` is true on all ranks after a Ctrl-C on one
 
@@ -190,7 +198,11 @@ class StopControl:
             signal.signal(number, handler)
         try:
             with self.early_signals if replaced else nullcontext():
-                yield
+                self._setup_watch = SetupWatch(self.early_signals)
+                try:
+                    yield
+                finally:
+                    self.end_set_up()
         finally:
             for number, before, _ in replaced:
                 signal.signal(number, before)
