@@ -138,7 +138,8 @@ class End:
         grows = models.early_mode(self.case) == "max"
         better = not self.checks or (value > self.best if grows else value < self.best)
         self.best, self.checks = value if better else self.best, self.checks + 1
-        self.wish |= self.case.stop == "early" and not better
+        if self.case.stop == "early":  # a wish that waits for the minimum is over when the value has recovered
+            self.wish = not better
 
     def wished(self, steps: int) -> bool:
         """A wish is met now."""
