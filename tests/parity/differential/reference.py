@@ -187,7 +187,7 @@ class Loop:
             whole = not left or (
                 index == len(steps) - 1 and case.data != "stream"
             )  # nobody knows that a stream is at its end
-            if whole and case.val == "epoch":
+            if case.val and (self.end.wished(self.found.steps) if not whole else case.val == "epoch"):
                 self.validate()
             self.end_epoch(whole)
             if left or self.end.reached(self.found.steps):
