@@ -101,6 +101,8 @@ class ModelCheckpoint(Callback):
         self._training = False
         # Where the latest training's checkpoints are; a reference to the run itself would keep the module in memory.
         self._storage: Any = None
+        # Whether the checkpoint that is being collected, or from which this run has resumed, is one of this callback.
+        self._is_own = False
         # Step of the save in progress, and scores and names of the checkpoints before it.
         self._save_under_way: tuple[int, dict[int, float | None], dict[int, str]] | None = None
 
@@ -138,7 +140,7 @@ class ModelCheckpoint(Callback):
         return self.dirpath
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
-        self._training = self._waits_for_score = False
+        self._training = self._waits_for_score = self._is_own = False
         run.checkpoints_at(self.dirpath, self.max_failures)
         if stage == "fit":
             self._storage = run.checkpoints.folder.storage
@@ -153,6 +155,9 @@ class ModelCheckpoint(Callback):
         for interval in (self.every, self.keep_every):
             interval.start(run.step, run.epochs)
         self._plan_next(run.step)
+        if self._is_own and run.continues_in_place:
+            self.names[run.step] = str(run.last_checkpoint).rpartition("/")[2]
+        self._is_own = False
         # Another folder may have other checkpoints with the same names.
         existing_names = run.checkpoint_names() if run.continues_in_place else set()
         self._keep_only({step for step, name in self.names.items() if name in existing_names})
@@ -221,6 +226,7 @@ class ModelCheckpoint(Callback):
                 name = self._name(run, self._metrics(run), None)
                 self.scores[run.step], self.names[run.step] = None, name
                 self._waits_for_score = self.monitor is not None and _has_validation(run)
+                self._is_own = True
                 run.last_checkpoint = run.save_checkpoint(name)
 
     @property
@@ -235,6 +241,7 @@ class ModelCheckpoint(Callback):
             "names": {step: name for step, name in self.names.items() if name != _usual_name(step)},
             "permanent": set(self.permanent),
             **({"waits_for_score": True} if self._waits_for_score else {}),
+            **({"is_own": True} if self._is_own else {}),
             "every": self.every.state_dict(),
             "keep_every": self.keep_every.state_dict(),
         }
@@ -255,6 +262,7 @@ class ModelCheckpoint(Callback):
             raise ValueError("its state lacks valid steps, scores and names of checkpoints")
         self.scores, self.names, self.permanent = scores, names, permanent
         self._waits_for_score = state.get("waits_for_score") is True
+        self._is_own = state.get("is_own") is True
         self.every.load_state_dict(state["every"])
         self.keep_every.load_state_dict(state["keep_every"])
 
@@ -301,8 +309,10 @@ class ModelCheckpoint(Callback):
         self._keep_only(kept_steps)
         entry = None if score is None else {"monitor": self.monitor, "mode": self.mode, "value": score}
         try:
+            self._is_own = True
             names_in_use = _kept_names(run)
             removed_names = [name for name in removed_names if name not in names_in_use]
+            removed_names += self._replaced(run, unscored_name)
             path = run.save_checkpoint(
                 self.names[step], score=entry, asynchronous=self.asynchronous, tolerant=True, remove=removed_names
             )
@@ -310,10 +320,21 @@ class ModelCheckpoint(Callback):
         except BaseException:
             self.scores, self.names = earlier
             raise
+        finally:
+            self._is_own = False
         self._save_under_way = (step, *earlier)
         if not self.asynchronous:
             self._catch_up(run)
         self._set_best_and_last(run)
+
+    def _replaced(self, run: Run, name: str | None) -> list[str]:
+        """The checkpoint from which this run has resumed, in a list, if it is saved again with its score: it stays as long as this run needs it, and
+        the new one is saved beside it."""
+        others = [
+            callback for callback in run.callbacks if isinstance(callback, ModelCheckpoint) and callback is not self
+        ]
+        is_kept = any(name in callback.names.values() for callback in others)
+        return [name] if name is not None and name in run.checkpoints.folder.protected and not is_kept else []
 
     def _catch_up(self, run: Run) -> None:
         """Wait for the checkpoint in progress. If it was lost, keep the checkpoints that it would have replaced."""

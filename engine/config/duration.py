@@ -198,7 +198,7 @@ class Every:
         return True
 
     def is_due(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None = None) -> bool:
-        """Whether :meth:`due` would return true now; arguments as there. The trigger stays as it is."""
+        """Whether :meth:`due` would return true now. The trigger stays as it is. ``step``, ``epoch_end``, ``elapsed_s``, ``epochs``: as there."""
         before = self._last_step, self._last_s, self._multiples
         try:
             return self.due(step, epoch_end, elapsed_s, epochs)

@@ -11,7 +11,9 @@ from typing import Any
 
 Line = dict[str, Any]
 OWN = ("elapsed_s", "last_s", "names", "postponed")
-"""What a checkpoint says of the run that wrote it: its time, the names of checkpoints beside one that stays, and what that run had still to remove."""
+"""What a checkpoint says of the run that wrote it: its time, names of checkpoints beside one that stays, and what that run had still to remove."""
+ASIDE = re.compile(r"metrics\.\d+\.csv")
+"""The rows of a run that was killed before its first checkpoint: the next one starts again, and keeps them."""
 AGAIN = re.compile(r"(?<=/step=\d{8})-v\d+")
 """The end of the name of a checkpoint that is saved beside one of the same step, from which the run has resumed."""
 THEIRS = ("torchelastic_",)
@@ -117,7 +119,9 @@ def check_files(place: Path, reference: Path, found: Found) -> None:
         for names in [sorted(str(path.relative_to(each / "root")) for path in (each / "root").rglob("*"))]
     )
     source = f"checkpoints/step={attempts(place)[-1][0][0]['begin']:08d}"  # what the last attempt continued from stays for the next one
-    beside = sorted(name for name in mine.keys() ^ others.keys() if not name.startswith(source))
+    beside = sorted(
+        name for name in mine.keys() ^ others.keys() if not name.startswith(source) and not ASIDE.fullmatch(name)
+    )
     found.lose("left behind", len(beside), f"in one root only: {', '.join(beside)}")
     left = {path.name for path in (place / "tmp").iterdir() if not path.name.startswith(THEIRS)}
     left -= {path.name for path in (reference / "tmp").iterdir()}

@@ -49,6 +49,18 @@ FAULTS = {
         "an epoch starts again at its first sample", "engine/loop/train.py",
         "loader.resume(state.epoch, state.position, loaders.take_stream())", "loader.resume(state.epoch, 0, loaders.take_stream())",
     ),
+    "validation": Fault(
+        "a validation that ended in an error counts", "engine/loop/evaluate.py",
+        "            run.state.validated_step = previous_validated_step\n", "            pass\n",
+    ),
+    "score": Fault(
+        "that a checkpoint waits for its score is forgotten", "callbacks/model_checkpoint.py",
+        "        self._waits_for_score = state.get(\"waits_for_score\") is True\n", "        pass\n",
+    ),
+    "stop": Fault(
+        "that a stop waits is forgotten", "engine/loop/run_resume.py",
+        "    snapshot.restore_waiting_stops(loaded, own_state)\n", "",
+    ),
     "removal": Fault(
         "what was still to be removed is forgotten", "engine/loop/run.py",
         "            content.shared[\"postponed\"] += remove", "            content.shared[\"postponed\"] += []",

@@ -22,7 +22,7 @@ LAST = 20e-3
 
 @dataclass(frozen=True)
 class Kill:
-    """One SIGKILL, or an error. Either at a moment of ``seconds`` after the start, or at the ``number``-th event of a phase, as ``watcher`` counts them."""
+    """One SIGKILL, or an error: at a moment of ``seconds`` after the start, or at the ``number``-th event of a phase, as ``watcher`` counts them."""
 
     phase: str
     victim: str

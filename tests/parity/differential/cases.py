@@ -305,7 +305,9 @@ def _by_axis(rules: _Rules, both: tuple[str, str]) -> None:
         when(rules.case.stop == "epoch", epochs=max(2, case.epochs))
     if case.stop == "early":
         when(True, epochs=3, val_loaders=1, val="epoch" if case.val == "half" else case.val)
-        when(rules.case.resume, min_steps=0)  # a wish that is not met yet is not saved
+        when(
+            rules.case.resume, min_steps=0
+        )  # the training that is resumed ends at max_steps, which may not be below the minimum
         when(case.loss in ("weighted", "counted"), loss="mean")  # the mean over nothing is not logged
     when(not case.stop, min_steps=0)
     if rules.case.min_steps:  # the library refuses one that the training does not reach

@@ -103,7 +103,7 @@ FAULTS = {
     ),
     "minimum": Fault(
         "a wish before the minimum is forgotten", "engine/loop/stopping.py",
-        "        if self._postponed is not None and self.may_stop:\n", "        if False:\n",
+        "        if self.waiting and self.may_stop:\n", "        if False:\n",
         axes=("stop", "min_steps"),
     ),
     "early stopping": Fault(

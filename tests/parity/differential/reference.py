@@ -138,7 +138,8 @@ class End:
         grows = models.early_mode(self.case) == "max"
         better = not self.checks or (value > self.best if grows else value < self.best)
         self.best, self.checks = value if better else self.best, self.checks + 1
-        self.wish |= self.case.stop == "early" and not better
+        if self.case.stop == "early":  # a wish that waits for the minimum is over when the value has recovered
+            self.wish = not better
 
     def wished(self, steps: int) -> bool:
         """A wish is met now."""
@@ -186,7 +187,7 @@ class Loop:
             whole = not left or (
                 index == len(steps) - 1 and case.data != "stream"
             )  # nobody knows that a stream is at its end
-            if whole and case.val == "epoch":
+            if case.val and (self.end.wished(self.found.steps) if not whole else case.val == "epoch"):
                 self.validate()
             self.end_epoch(whole)
             if left or self.end.reached(self.found.steps):
