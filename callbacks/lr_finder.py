@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from engine import Callback, DataModule, Device, Fit, Loss, Run, TrainModule
+from engine import Callback, DataModule, Device, Fit, Loss, Run, TrainModule, separate
 
 from .trial import is_main, log, train_copy
 
@@ -301,6 +301,7 @@ class LRSweep:
         """
         path = Path(path).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
+        separate(path)
         if path.suffix.lower() == ".svg":
             path.write_text(self._svg(self.estimate() if suggest else None), encoding="utf-8")
         else:

@@ -17,7 +17,7 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
-from engine import Callback, Run, TensorFiles, open_file, serialize_tensors
+from engine import Callback, Run, TensorFiles, open_file, separate, serialize_tensors
 
 _COMPLETE, _WAITING = "complete.json", ".waiting-rank"
 _FORMATS = ("safetensors", "jsonl")
@@ -262,7 +262,10 @@ class PredictionWriter(Callback):
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.format == "jsonl":
-            self._lines = self._lines or (self.folder / f"rank{run.rank}.jsonl").open("a", encoding="utf-8")
+            if self._lines is None:
+                path = self.folder / f"rank{run.rank}.jsonl"
+                separate(path)
+                self._lines = path.open("a", encoding="utf-8")
             with _naming_file(self._lines.name):
                 self._lines.writelines(self._waiting)
                 self._lines.flush()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from engine import Callback, Device, Run
+from engine import Callback, Device, Run, separate
 
 _log = logging.getLogger("engine")
 
@@ -193,6 +193,8 @@ class Profiler(Callback):
         self._windows += 1
         self._waited = 0
         path = self._folder(run) / f"rank={run.rank}_step={run.step:08d}"
+        for file in (f"{path}.pt.trace.json.gz", path.with_suffix(".txt")):
+            separate(file)
         profiler.export_chrome_trace(f"{path}.pt.trace.json.gz")
         sort_by = self.sort_by or f"self_{'cpu' if run.device.type == 'cpu' else 'device'}_time_total"
         table = profiler.key_averages().table(sort_by=sort_by, row_limit=self.row_limit)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine import Callback, terminal_text
+from engine import Callback, separate, terminal_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,7 +106,9 @@ class SimpleProfiler(Callback):
         if self.filename is not None:
             folder = run.folder if self.dirpath is None else Path(self.dirpath).expanduser()
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{stage}-{self.filename}-{run.rank}.txt").write_text(summary + "\n")
+            file = folder / f"{stage}-{self.filename}-{run.rank}.txt"
+            separate(file)
+            file.write_text(summary + "\n")
 
     def state_dict(self) -> dict[str, Any]:
         return {

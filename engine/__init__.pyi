@@ -38,6 +38,7 @@ from .utils.errors import FolderInUse as FolderInUse
 from .utils.errors import HangError as HangError
 from .utils.errors import MismatchError as MismatchError
 from .utils.errors import RankError as RankError
+from .utils.hard_links import separate as separate
 from .utils.seed import isolated as isolated
 from .utils.seed import seed_everything as seed_everything
 from .utils.text import terminal_text as terminal_text

@@ -48,7 +48,7 @@ from engine.transforms import batch_norm
 from engine.transforms.compile import Transforms, is_whole
 from engine.transforms.float8 import FP8, Layers
 from engine.utils import accelerator
-from engine.utils.extensions import with_advice
+from engine.utils.extensions import guard_model, with_advice
 from engine.utils.parameters import parameters_of
 from engine.utils.paths import expanded
 
@@ -214,6 +214,7 @@ class Engine:
         if (prepared_before := self.prepared.form_of(model)) is not None:
             return prepared_before
         check_plain(model)
+        guard_model(model)
         self.strategy.place(self._with_own_layers(model))
         if autocast and self.precision.autocast is not None:
             AutocastForward(self.precision, self.device).attach(model, is_whole(self._compile))
@@ -227,6 +228,7 @@ class Engine:
     def place_model(self, model: nn.Module) -> nn.Module:
         """Move the model to its device and dtype, with rank 0's values on every rank, but do not wrap it: for evaluation and manual optimization."""
         check_plain(model)
+        guard_model(model)
         self.precision.convert(self._with_own_layers(model))
         model.to(self.device)
         self.strategy.share_parameters(model)

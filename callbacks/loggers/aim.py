@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from engine import Run
+from engine import Run, separate
 
 from .base import Logger, Moment, settings_of
 from .media import finite, markdown, pixels, sound
@@ -78,6 +78,7 @@ class AimLogger(Logger):
         except aim.sdk.errors.MissingRunError:
             self._run = aim.Run(repo=repo, experiment=self.experiment_name, **self._options)
         note.parent.mkdir(parents=True, exist_ok=True)
+        separate(note)
         note.write_text(self._run.hash + "\n")
         self._run.name = run.folder.name
         self._run["fit_run_id"] = run.id

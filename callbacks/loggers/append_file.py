@@ -6,6 +6,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from engine import separate
+
 
 class AppendFile:
     """A file open for appending by one writer, created if missing.
@@ -16,6 +18,7 @@ class AppendFile:
     """
 
     def __init__(self, path: Path, lines: bool = False) -> None:
+        separate(path)
         self._file = path.open("ab+", buffering=0)
         self._whole_size: int | None = end_of_lines(self._file.fileno()) if lines else None
         """Size up to which the pieces are whole, while the file may have more; ``None``: all of them are."""

@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from engine import separate
+
 Position = tuple[int, int]
 """A step, and how many times something was logged at this step."""
 
@@ -72,6 +74,7 @@ class SentMark:
     def _write(self) -> None:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            separate(self._path)
             self._file = os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0)
         doubtful = "null" if self.doubtful is None else list(self.doubtful)
         text = f"[{self._name}, {list(self.sent)}, {doubtful}, {self.count}, {self.row_step}]"  # JSON, written twice for each row of each logger

@@ -29,6 +29,7 @@ from engine.checkpoint.remote_storage import reach
 from engine.checkpoint.storage import Storage
 from engine.checkpoint.storage_paths import storage_of
 from engine.utils.errors import FolderInUse
+from engine.utils.hard_links import separate
 from engine.utils.log import logger
 from engine.utils.paths import expanded
 
@@ -383,7 +384,14 @@ class LocalRunRoot(RunRoot):
                 return None
             raise OSError(errno.EINVAL, "this is not a file", str(path))
         before = _read(descriptor)
-        free = _lock(descriptor, fcntl.LOCK_EX, before) and os.fstat(descriptor).st_nlink > 0
+        free = _lock(descriptor, fcntl.LOCK_EX, before) and _is_at(descriptor, path)
+        if (
+            free and os.fstat(descriptor).st_nlink > 1
+        ):  # a backup made by cp -al, or a file from elsewhere, which stays as it is
+            separate(path)
+            if not _is_at(descriptor, path):
+                os.close(descriptor)
+                return self._lock_folder(number, record, new)
         if free and new:  # a folder with only a record was left by a run that was killed before it wrote anything
             created_now = not number and os.fstat(descriptor).st_size == 0 and not self.has_checkpoints(0)
             free = created_now or os.listdir(folder) == [RUN]
@@ -414,6 +422,14 @@ def _read(descriptor: int) -> RunRecord:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         return NO_RECORD
     return RunRecord.parse(os.pread(descriptor, _MAX_BYTES, 0))
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one at ``path``: it may have been deleted or replaced since it was opened."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _lock(descriptor: int, kind: int, record: RunRecord) -> bool:

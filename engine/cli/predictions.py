@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.checkpoint.tensor_files import serialize_tensors
 from engine.cli.terminal import UsageError
 from engine.utils.errors import nearest
+from engine.utils.hard_links import separate
 from engine.utils.paths import expanded
 
 ENDINGS = (".safetensors", ".jsonl")
@@ -55,6 +56,7 @@ def write(predictions: list[Any], several: bool, output: str | None) -> dict[str
             (index, row) for index, batches in enumerate(loaders) for batch in batches for row in _rows_of_batch(batch)
         )
         rows = [{"loader": index, "prediction": row} if several else row for index, row in numbered_rows]
+        separate(expanded(output))
         with _naming_file(output), Path(expanded(output)).open("w", encoding="utf-8") as file:
             file.writelines(f"{json.dumps(row)}\n" for row in rows)
         return {"samples": len(rows), "output": output}
@@ -76,6 +78,7 @@ def write(predictions: list[Any], several: bool, output: str | None) -> dict[str
         }
     parts = serialize_tensors(tensors, {"format": "pt"})
     head = next(parts)  # raises for what cannot be written, before the file is opened
+    separate(expanded(output))
     with _naming_file(output), Path(expanded(output)).open("wb") as file:
         file.write(head)
         file.writelines(parts)

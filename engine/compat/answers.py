@@ -9,6 +9,7 @@ ANSWERS = Answers(
         "transformers": "engine.compat.transformers.module:as_module",
         "peft": "engine.compat.transformers.module:as_module",
     },
+    guards={"transformers.modeling_utils": "engine.compat.transformers.packed_rows:guard_model"},
     run_attributes={"trainer": "engine.compat.lightning.trainer_view:TrainerView"},
     advice="engine.compat.hints:advice",
     add_advice="engine.compat.hints:add_advice",

@@ -17,7 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 @dataclass(frozen=True)
 class Kind:
-    """Which objects a description may stand for.
+    """The objects that a description may stand for.
 
     Attributes:
         classes: the object is an instance of one of these.

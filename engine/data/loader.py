@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from engine.data.combined import CombinedLoader, combined_feed
 from engine.data.feed import Feed, LoaderUse, MicroBatch
 from engine.data.indexed import indexed_feed
+from engine.data.packed_rows import note_restarts
 from engine.data.prefetch import SideStream, ahead
 from engine.data.stream import StreamFeed
 from engine.data.user_loaders import altered
@@ -34,7 +35,9 @@ class BatchTransfer:
         Args:
             dtype: the dtype for floating point tensors; ``None``: unchanged.
         """
-        return move(batch, device, dtype)
+        moved = move(batch, device, dtype)
+        note_restarts(batch, moved)
+        return moved
 
 
 @dataclass(frozen=True, slots=True)

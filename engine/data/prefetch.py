@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.data.feed import MicroBatch
+from engine.data.packed_rows import note_restarts
 from engine.utils import accelerator, device_copies
 from engine.utils.tree import map_tensors, move
 
@@ -34,7 +35,9 @@ class SideStream:
         """Start copying; the result may be used after :meth:`join`."""
         self.stream.wait_stream(accelerator.current_stream(self.device))
         with self.stream:
-            return move(pinned(batch) if self.pins else batch, self.device, self.dtype)
+            moved = move(pinned(batch) if self.pins else batch, self.device, self.dtype)
+        note_restarts(batch, moved)
+        return moved
 
     def join(self) -> None:
         """Make computations that are queued later wait for the copies started so far."""

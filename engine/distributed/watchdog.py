@@ -35,6 +35,7 @@ from engine.distributed.group import Group
 from engine.distributed.stores import ANSWER_S, Notes
 from engine.utils import torch_private
 from engine.utils.errors import TERMINATED, HangError, MismatchError
+from engine.utils.hard_links import separate
 from engine.utils.log import logger
 from engine.utils.text import terminal_text
 
@@ -340,6 +341,7 @@ class Watchdog:
             text, record = f"the stacks cannot be read: {type(error).__name__}: {error}\n", None
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
+            separate(path)
             path.write_text(text, encoding="utf-8")
             if record is not None:
                 path.with_suffix(".nccl.json").write_text(record, encoding="utf-8")

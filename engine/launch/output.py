@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from engine.distributed import failures
+from engine.utils.hard_links import separate
 from engine.utils.helper_threads import log_failure
 
 TAIL = 64 * 1024
@@ -81,6 +82,7 @@ class Output:
         with self._lock:
             for rank in ranks:
                 if rank not in self._files:
+                    separate(self.path(rank))
                     self._files[rank] = self.path(rank).open("ab", buffering=0)
                 self._tails[rank] = b""
                 for is_error, target in enumerate((sys.stdout, sys.stderr)):

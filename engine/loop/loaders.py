@@ -15,6 +15,7 @@ from engine.config.settings import Settings
 from engine.data.combined import CombinedLoader
 from engine.data.datamodule import DataModule
 from engine.data.loader import BatchTransfer, PreparedLoader, in_dataset_order
+from engine.data.packed_rows import note_restarts
 from engine.data.user_loaders import flat_loaders, holds_loaders
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
@@ -372,9 +373,11 @@ class HookedTransfer(BatchTransfer):
         if self._before is not None:
             batch = self._before.on_before_batch_transfer(batch, index)
         if self._transfer is None:
-            batch = move(batch, device, dtype)
+            moved = move(batch, device, dtype)
         else:  # the hook may leave tensors on the host, so only the dtype is changed here
-            batch = self._transfer.transfer_batch_to_device(cast(batch, dtype), device, index)
+            moved = self._transfer.transfer_batch_to_device(cast(batch, dtype), device, index)
+        note_restarts(batch, moved)
+        batch = moved
         return batch if self._after is None else self._after.on_after_batch_transfer(batch, index)
 
 

@@ -23,6 +23,7 @@ from engine.planning.rank_trace import Moment as Moment
 from engine.planning.rank_trace import Operation as Operation
 from engine.planning.rank_trace import RankTrace as RankTrace
 from engine.planning.step_time import BUBBLE_FORMULAS, StepTime, bubble_fraction, model_flops
+from engine.utils.hard_links import separate
 from engine.utils.paths import expanded
 
 VERSION = 2
@@ -351,6 +352,7 @@ class Plan:
         """Write one HTML page with a timeline of the memory to ``path``, and return it; the page opens without network."""
         path = Path(expanded(path))
         path.parent.mkdir(parents=True, exist_ok=True)
+        separate(path)
         path.write_text(page(self.as_json()), encoding="utf-8")
         return path
 

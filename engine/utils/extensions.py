@@ -6,6 +6,7 @@ Without that annex every question has a default: an object stays as it is, the h
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -39,6 +40,8 @@ class Answers:
     """Function that adds advice to an error about an argument: :func:`explain_call`."""
     refuse_uncalled: str = ""
     """Function that checks a module and callbacks: :func:`refuse_uncalled`."""
+    guards: Mapping[str, str] = field(default_factory=dict)
+    """Module of another library -> function that lets models of it refuse wrong calls: :func:`guard_model`."""
 
 
 def adapt(value: Any) -> Any:
@@ -57,6 +60,13 @@ def adapt(value: Any) -> Any:
         if package in packages:
             return resolve_name(path)(value)
     return value
+
+
+def guard_model(model: Any) -> None:
+    """Let models of other libraries in ``model`` refuse calls that would train them wrongly without a word."""
+    for module, path in _answers().guards.items():
+        if module in sys.modules:
+            resolve_name(path)(model)
 
 
 def run_attribute(owner: object, name: str) -> Any:

@@ -20,8 +20,9 @@ import pytest
 import torch
 from support.ranks import clean_environment, run_ranks
 
-from callbacks import CSVLogger, ModelCheckpoint
+from callbacks import CSVLogger, JSONLLogger, ModelCheckpoint, Report, SimpleProfiler
 from engine import Callback, Fit, FolderInUse, Resume, TrainModule
+from engine.checkpoint.runs import RunRecord, run_root_of
 
 DATA = [torch.ones(1, 1)] * 4
 
@@ -451,3 +452,45 @@ def test_a_run_that_writes_nothing_leaves_nothing_beside_other_files(tmp_path: P
     (tmp_path / "train.py").write_text("")
     fit(tmp_path, Callback()).run(Net(), DATA)
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize("resume", ["last", None])
+def test_a_backup_that_shares_its_files_stays_as_it_is(tmp_path: Path, resume: str | None) -> None:
+    """``cp -al`` makes a backup of hard links: nothing of it changes when the run goes on, nor when the backup is trained further."""
+    root, backup = tmp_path / "runs", tmp_path / "backup"
+    callbacks = [CSVLogger(), JSONLLogger(), Report(), keeping()]
+    fit(root, *callbacks, epochs=1).run(Net(), DATA, DATA)
+    subprocess.run(["cp", "-al", root, backup], check=True)
+    before = files(backup)
+    fit(root, *callbacks).run(Net(), DATA, DATA, resume=resume)
+    fit(root, SimpleProfiler(filename="times")).validate(Net(), DATA)
+    assert files(backup) == before
+    after = files(root)
+    result = fit(backup, *callbacks).run(Net(), DATA, DATA, resume="last")
+    assert (result.folder, result.step) == (backup, 8)
+    assert files(root) == after
+
+
+def test_a_file_from_elsewhere_in_the_place_of_a_record_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "notes").write_text("mine")
+    os.link(tmp_path / "notes", tmp_path / "runs" / "run.json")
+    result = fit(tmp_path / "runs").run(Net(), DATA, DATA)
+    assert (tmp_path / "notes").read_text() == "mine"
+    assert json.loads((result.folder / "run.json").read_text())["id"]
+
+
+def test_a_folder_whose_record_another_process_replaces_is_still_held(tmp_path: Path) -> None:
+    """The lock is that of the file at the path, not of a file that was there when it was opened."""
+    root = run_root_of(tmp_path)
+    claim = root.claim(RunRecord.of_this_process("one", "fit", ()))
+    os.link(tmp_path / "run.json", tmp_path / "backup.json")
+    with pytest.raises(FolderInUse):
+        root.hold(0, RunRecord.of_this_process("two", "fit", ()))
+    (tmp_path / "file").touch()
+    claim.close()
+    second = root.hold(0, RunRecord.of_this_process("two", "fit", ()))
+    assert (tmp_path / "backup.json").stat().st_nlink == 1
+    with pytest.raises(FolderInUse):
+        root.hold(0, RunRecord.of_this_process("three", "fit", ()))
+    second.close()

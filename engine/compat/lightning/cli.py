@@ -26,6 +26,7 @@ from engine.compat.lightning.utilities import seed_everything
 from engine.config.described_objects import Kind, check_described
 from engine.module import overrides
 from engine.strategies.base import Strategy
+from engine.utils.hard_links import separate
 from engine.utils.log import logger
 
 ArgsType = Any
@@ -188,6 +189,7 @@ class SaveConfigCallback(Callback):
             if self.save_to_log_dir:
                 folder.mkdir(parents=True, exist_ok=True)
                 path = str(folder / self.config_filename)
+                separate(path)
                 self.parser.save(self.config, path, skip_unset=False, overwrite=True, multifile=self.multifile)
             self.save_config(trainer, pl_module, stage)
         self.already_saved = True
