@@ -92,15 +92,18 @@ class EngineSnapshot:
         ):
             return
 
-        def check(*_: Any) -> None:
-            handle.remove()
-            self._check_state(optimizer)
+        is_checked = False
 
-        handle = optimizer.register_step_post_hook(check)
-        self._checks.append(handle)
+        def check(*_: Any) -> None:
+            nonlocal is_checked
+            if not is_checked:  # it is removed later: torch iterates over the hooks now
+                is_checked = True
+                self._check_state(optimizer)
+
+        self._checks.append(optimizer.register_step_post_hook(check))
 
     def leave(self) -> None:
-        """Remove the checks of optimizers that have not stepped."""
+        """Remove the checks after first steps."""
         while self._checks:
             self._checks.pop().remove()
 
