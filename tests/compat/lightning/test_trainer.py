@@ -473,3 +473,13 @@ def test_loggers_after_a_training(tmp_path: Path) -> None:
             assert logger.experiment is not None
             logger.log_metrics({"after": 1.0}, 11)
     assert trainer(OURS, tmp_path, logger=OURS.loggers.CSVLogger("x", version="mine")).logger.version == "mine"
+
+
+@pytest.mark.parametrize("limit", [0, 0.0])
+def test_an_interval_longer_than_an_epoch_does_not_matter_without_validation(limit: float, tmp_path: Path) -> None:
+    steps = []
+    for library in (THEIRS, OURS):
+        made = trainer(library, tmp_path, max_epochs=1, limit_val_batches=limit, val_check_interval=100)
+        quietly(made.fit, module(library), data(8), data())
+        steps.append(made.global_step)
+    assert steps[0] == steps[1] > 0
