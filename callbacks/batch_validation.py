@@ -69,6 +69,8 @@ class BatchInterval(Every):
         return self.run.state.batches if self.epochs is None else self.run.state.batch_idx
 
     def start(self, step: int, epochs: Fraction | None = None) -> None:
+        if not self.run.val_loaders:  # such as with limit_val_batches=0
+            return
         length, window, batches = self.run.num_train_batches, self.run.window_at(self.run.epoch), self.batches
         if batches is not None and batches not in (0, length) and batches < window:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Handwritten digits on two CPU processes: 97 % of the test images are recognised after half a minute.
+"""Handwritten digits on two CPU processes: about 99 % of the test images are recognised.
 
     python examples/digits.py                   # two processes, started by this one
     python examples/digits.py --devices 1

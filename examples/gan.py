@@ -1,6 +1,6 @@
 """Two networks against each other, with manual optimization: a generator that learns to draw handwritten digits.
 
-    python examples/gan.py                     # a minute on a laptop's CPU; the last lines are drawn digits
+    python examples/gan.py                     # the last lines are drawn digits
     python examples/gan.py --devices 2
 
 A batch has two optimizer steps, one of each network (Goodfellow et al. 2014, with the generator's non-saturating loss). Needs scikit-learn, which

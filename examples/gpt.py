@@ -1,6 +1,6 @@
 """A byte-level GPT that learns the sources of Python's standard library, which every machine with Python has.
 
-    python examples/gpt.py                                     # some minutes on a laptop's CPU
+    python examples/gpt.py
     python examples/gpt.py --size gpu --precision bf16-mixed --compile blocks
     python examples/gpt.py --devices 2 --max-steps 50
     python examples/gpt.py --devices 2 --strategy pp           # or any other one: see STRATEGIES

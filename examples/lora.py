@@ -1,6 +1,6 @@
 """Fine-tuning with LoRA: small matrices beside the frozen weights of a transformers model learn, and only they are saved.
 
-    python examples/lora.py                    # half a minute on a laptop's CPU
+    python examples/lora.py
     python examples/lora.py --rank 2
 
 So that nothing has to be downloaded, the model is a tiny Llama, pretrained here for some steps on the code of Python's standard library;

@@ -1,6 +1,6 @@
 """Which package is a piece of source code from? A classifier of text, measured with torchmetrics.
 
-    python examples/text_classification.py     # half a minute on a laptop's CPU
+    python examples/text_classification.py
     python examples/text_classification.py --devices 2
 
 The texts are pieces of the sources of Python's standard library, which every machine with Python has. Names that a piece shares with its

@@ -130,6 +130,35 @@ def find_in(path: str | Path, folder: Storage | None) -> tuple[Storage, list[str
     )
 
 
+def checkpoint_of(path: str | Path, name: str | None) -> str | Path:
+    """The path of the checkpoint that ``name`` means in the folder at ``path``: ``"best"``, ``"last"``, or its own name. ``None``: ``path`` itself.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: no checkpoint has a score, or ``path`` is a checkpoint itself.
+    """
+    if name is None:
+        return path
+    folder = folder_at(path)
+    if folder is None:
+        find(path)  # raises an error that says what is at this path
+        raise ValueError(f"{path} is a checkpoint: give the folder that it is in, or leave out checkpoint={name!r}")
+    manifests = folder.manifests()
+    if name == "best":
+        names = by_score(manifests)
+        if not names:
+            raise ValueError(
+                f"no checkpoint in {path} has a score: train with ModelCheckpoint(monitor=...), or give last"
+            )
+        return folder.path(names[0])
+    names = list(manifests)
+    if name == "last" and names:
+        return folder.path(names[-1])
+    if name not in manifests:
+        raise FileNotFoundError(f"{path} has no complete checkpoint {name!r}; it has {', '.join(names) or 'none'}")
+    return folder.path(name)
+
+
 @contextmanager
 def open_path(path: str | Path, folders: Iterable[str] = FOLDERS) -> Iterator[Opened]:
     """Open the checkpoint at ``path``, or the newest one in it (see :func:`find`), in a single process.

@@ -226,6 +226,8 @@ class CheckpointWriter:
 
     before_step = hold
     """For the next optimizer step: each asynchronous save hands this to :meth:`engine.Engine.before_step`."""
+    before_averages = hold
+    """For averages that take over what ``on_checkpoint_loaded`` has changed."""
     before_closures = hold
     """For the module's ``optimizer_step``: an optimizer changes parameters between its evaluations of the loss, before the step itself."""
     before_hooks = hold

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
-from engine.checkpoint.catalog import entries, facts, problems, prune
+from engine.checkpoint.catalog import checkpoint_of, entries, facts, problems, prune
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.runs import FIRST, canonical
 from engine.cli.terminal import show, table
@@ -84,7 +84,7 @@ def _list(options: argparse.Namespace) -> Answer:
 
 def _show(options: argparse.Namespace) -> Answer:
     """The description of one checkpoint."""
-    description = facts(options.path, options.tensors)
+    description = facts(checkpoint_of(options.path, options.checkpoint), options.tensors)
     tensors = description.get("tensors", {})
     values = {
         name: value

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.checkpoint.catalog import open_path
+from engine.checkpoint.catalog import checkpoint_of, open_path
 from engine.checkpoint.export import export_checkpoint
 from engine.checkpoint.one_file import pack_folder
 from engine.cli.annexes import annex
@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> Answer:
     exported = export_checkpoint(
-        options.path,
+        checkpoint_of(options.path, options.checkpoint),
         options.out,
         dtype=options.dtype,
         max_shard_size=options.max_shard_size,
@@ -60,7 +60,7 @@ def _pack(options: argparse.Namespace) -> Answer:
         raise FileExistsError(f"{out} exists: choose another path, or remove it")
     if options.weights is not None and not options.pickle:
         raise ValueError("--weights is for --pickle; without it the file has all weights of the checkpoint")
-    with open_path(options.path) as checkpoint:
+    with open_path(checkpoint_of(options.path, options.checkpoint)) as checkpoint:
         if options.pickle:
             annex("engine.compat.lightning.pickled_checkpoint").write_checkpoint(
                 out, checkpoint.directory, options.weights

@@ -210,6 +210,7 @@ def checkpoint() -> Parser:
 
     command = add("show", "print a checkpoint's description")
     command.add_argument("path", help=path_help)
+    _checkpoint_of_folder(command)
     command.add_argument(
         "--tensors", action="store_true", help="also each tensor's name, shape, dtype and number of shards"
     )
@@ -237,6 +238,7 @@ def checkpoint() -> Parser:
     )
     command.add_argument("path", help=path_help)
     command.add_argument("out", help="the file, by convention x.ckpt: a zip archive of the checkpoint's folder")
+    _checkpoint_of_folder(command)
     command.add_argument(
         "--pickle",
         action="store_true",
@@ -247,6 +249,11 @@ def checkpoint() -> Parser:
         add("prune", "delete all complete checkpoints of a folder except the newest, and those with the best scores")
     )
     return parser
+
+
+def _checkpoint_of_folder(command: argparse.ArgumentParser) -> None:
+    help_text = "of a folder: best, last (the default), or the name of one, such as step=00000120"
+    command.add_argument("--checkpoint", metavar="NAME", help=help_text)
 
 
 def _convert(command: argparse.ArgumentParser) -> None:
@@ -270,6 +277,7 @@ def _prune(command: argparse.ArgumentParser) -> None:
 def _export(command: argparse.ArgumentParser, path_help: str) -> None:
     command.add_argument("path", help=path_help)
     command.add_argument("out", help=f"where the files go: {_PLACE}")
+    _checkpoint_of_folder(command)
     command.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="of floating point tensors; by default unchanged"
     )
@@ -789,12 +797,23 @@ def env() -> Parser:
     return parser
 
 
+_COMPLETION_LINES = """\
+in ~/.bashrc:
+  eval "$(fit completion bash)"
+in ~/.zshrc, after compinit:
+  eval "$(fit completion zsh)"
+in ~/.config/fish/config.fish:
+  fit completion fish | source"""
+"""Each line alone, so that it can be copied."""
+
+
 def completion() -> Parser:
     """The options of ``fit completion``."""
     parser = Parser(
         prog="fit completion",
         description="Print a script that completes commands, options, settings and their values.",
-        epilog='bash: eval "$(fit completion bash)"    zsh: eval "$(fit completion zsh)"    fish: fit completion fish | source',
+        epilog=_COMPLETION_LINES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run_by="engine.cli.completion")
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))

@@ -81,7 +81,7 @@ class LoadHooks:
         if owned:
             self._check_owned(earlier)
         if averages:
-            run.saver.hold()
+            run.saver.before_averages()
             _repeat_changes(before, self._local_parts(), averages, run)
 
     def _check_owned(self, before: Mapping[str, _Fingerprint]) -> None:

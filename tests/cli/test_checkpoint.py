@@ -447,6 +447,30 @@ def test_as_a_process(written: Path) -> None:
     assert done.stderr == ""
 
 
+def test_best_last_and_names_of_a_folder(folder: Path, tmp_path: Path, run: Output) -> None:
+    """The best of 0.5, 0.1 and 0.3 is the second."""
+    steps = {"best": 2, "last": 3, NAMES[0]: 1}
+    for name, step in steps.items():
+        assert run.json("show", folder.parent, "--checkpoint", name)["step"] == step
+    run("export", folder, tmp_path / "exported", "--checkpoint", "best")
+    run("export", folder / NAMES[1], tmp_path / "second")
+    assert (tmp_path / "exported/model.safetensors").read_bytes() == (
+        tmp_path / "second/model.safetensors"
+    ).read_bytes()
+    run("pack", folder, tmp_path / "best.ckpt", "--checkpoint", "best")
+    assert run.json("show", tmp_path / "best.ckpt")["step"] == 2
+    text = f"has no complete checkpoint 'step=00000020'; it has {', '.join(NAMES)}"
+    assert text in run("export", folder, tmp_path / "x", "--checkpoint", "step=00000020", status=1)
+    assert "is a checkpoint: give the folder" in run("show", folder / NAMES[0], "--checkpoint", "best", status=1)
+    assert "is not a checkpoint" in run("show", tmp_path / "nowhere", "--checkpoint", "best", status=1)
+    for name in NAMES:
+        manifest = folder / name / "manifest.json"
+        manifest.write_text(json.dumps(resummed({**json.loads(manifest.read_text()), "score": None})))
+    assert "has a score: train with ModelCheckpoint(monitor=...)" in run(
+        "show", folder, "--checkpoint", "best", status=1
+    )
+
+
 def test_a_single_damaged_checkpoint_is_listed_with_its_reason(folder: Path, run: Output) -> None:
     step = folder / NAMES[1]
     for place in (step, f"file://{step}"):

@@ -45,6 +45,9 @@ def test_all_strategies_are_offered() -> None:
 
 def test_only_these_shells(fit) -> None:
     assert fit("completion", "csh").status == 2
+    lines = fit("completion", "--help").out.splitlines()
+    for line in ('eval "$(fit completion bash)"', 'eval "$(fit completion zsh)"', "fit completion fish | source"):
+        assert f"  {line}" in lines
 
 
 @pytest.mark.parametrize("more", [{"COMP_LINE": "fit r", "COMP_POINT": "here"}, {"COMP_LINE": "fit r"}, {}])

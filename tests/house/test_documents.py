@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import shlex
@@ -116,6 +117,19 @@ def test_the_index_for_those_who_come_from_elsewhere_names_what_is_here() -> Non
     assert unknown_names("`Fit(epochs=)`, `Engine.nothing`, `fit nothing`, `Fit().run(x)`") == [
         *("Fit(epochs=)", "Engine.nothing", "fit nothing"),
     ]
+
+
+def test_figures_of_examples_are_those_of_their_page() -> None:
+    """How long an example takes, and what it ends with, stands in one place."""
+    page = (ROOT / "examples" / "README.md").read_text()
+    rows = {match[1]: match[0] for match in re.finditer(r"^\| \[(\w+\.py)\].*$", page, re.MULTILINE)}
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        about = ast.get_docstring(ast.parse(path.read_text())) or ""
+        assert not re.search(r"\b(minutes?|seconds?|\d+ s)\b", about), path.name
+        for percent in re.findall(r"(\d+) ?%", about):
+            assert any(round(float(figure)) == int(percent) for figure in re.findall(r"([\d.]+)%", rows[path.name])), (
+                path.name
+            )
 
 
 def test_the_landing_page_is_short() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from callbacks import CSVLogger, ModelCheckpoint
 from engine import Callback, Run
-from engine.config import masked
+from engine.config import secret_text
 
 
 class Calls(Callback):
@@ -297,8 +297,8 @@ def test_an_error_before_an_evaluation_ends_it(tmp_path: Path, kind: str) -> Non
 def test_settings_are_masked_when_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation that nobody logs does not pay for it: a third of its fixed cost."""
     texts = []
-    masked_text = masked._hide_text
-    monkeypatch.setattr(masked, "_hide_text", lambda text: texts.append(text) or masked_text(text))
+    hidden_in = secret_text.hidden_in
+    monkeypatch.setattr(secret_text, "hidden_in", lambda text: texts.append(text) or hidden_in(text))
     fit(tmp_path).validate(Weight(), ones(2))
     assert texts == []
     fit(tmp_path, callbacks=[Reads()]).validate(Weight(), ones(2))

@@ -262,7 +262,8 @@ class Untrained(TrainModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         self.seen += len(batch)
 
-    def configure_optimizers(self) -> None: ...
+    def configure_optimizers(self) -> Any:
+        return []
 
 
 def rank_untrained() -> Any:

@@ -491,3 +491,13 @@ def test_a_training_without_optimizer_or_loss_ends_at_max_steps(missing: str, tm
         assert torch.equal(weights(net), before)
         ends.append((fitted.global_step, fitted.current_epoch, fitted.state.finished))
     assert ends[0] == ends[1] == (6, 1, True)
+
+
+@pytest.mark.parametrize("limit", [0, 0.0])
+def test_an_interval_longer_than_an_epoch_does_not_matter_without_validation(limit: float, tmp_path: Path) -> None:
+    steps = []
+    for library in (THEIRS, OURS):
+        made = trainer(library, tmp_path, max_epochs=1, limit_val_batches=limit, val_check_interval=100)
+        quietly(made.fit, module(library), data(8), data())
+        steps.append(made.global_step)
+    assert steps[0] == steps[1] > 0

@@ -160,6 +160,16 @@ class Case:
     """Which implementation of torch's optimizers."""
     compiled: bool = drawn(*OFF, *OFF, *OFF, True)
     """``compile``, by the backend that changes no operation."""
+    conditional: str = drawn("", "", "", "", "", "some", "one", "nobody")
+    """A block that a micro-batch runs or leaves out, by its first sample: ``"some"`` run it, few (``"one"``), or ``"nobody"``."""
+    again: str = drawn("", "", "", "", "", "retain", "views")
+    """Second backward passes in a micro-batch: through one graph (``retain_graph``), or of two forward passes, both before the backward passes."""
+    filtered: bool = drawn(*OFF, True)
+    """The collate function leaves out every fourth sample, though not all of a micro-batch: batches have other sizes than were asked for."""
+    noisy: bool = drawn(*OFF, *OFF, True)
+    """The optimizer draws random numbers in its step."""
+    configured: str = drawn("", "", "", "", "plain", "own")
+    """``configure_model`` builds the model, with the layers' initial values or with its own."""
     then: str = ""
     """The strategy that continues (empty: the same)."""
     seed: int = between(0, 99, default=0)
@@ -328,6 +338,58 @@ def _by_axis(rules: _Rules, both: tuple[str, str]) -> None:
     else:
         when(True, compiled=False)
     when(case.schedule == "val", door="fit", val="epoch", val_loaders=1)
+    _by_odd_axis(rules, both)
+
+
+def _by_odd_axis(rules: _Rules, both: tuple[str, str]) -> None:
+    """What programs need that are odd but right."""
+    when, case = rules.when, rules.case
+    if case.conditional:
+        # A gradient of zero and none at all differ for other optimizers; what is computed again must not run another way.
+        when(
+            True,
+            optimizer="sgd",
+            closure="",
+            kernel="",
+            none=0,
+            poison=-1,
+            compiled=False,
+            recompute="",
+            sync=False,
+            ddp="",
+        )
+        when(rules.case.body not in ("mlp", "tied"), body="mlp")
+    if rules.case.again:
+        when(
+            True,
+            loss="mean",
+            none=0,
+            poison=-1,
+            closure="",
+            compiled=False,
+            dropout=False,
+            sync=False,
+            body="mlp",
+            precision="64-true",
+        )
+        when(rules.case.door == "fit", manual="each")
+        when(rules.case.ddp == "static", ddp="")
+    if rules.case.filtered:
+        when(True, nested=False, by_size=False, drop_last=False, none=0, poison=-1)
+        when(rules.case.data not in SAMPLED, data="shuffled")
+    when(
+        rules.case.noisy,
+        optimizer="sgd",
+        closure="",
+        kernel="",
+        poison=-1,
+        average="",
+        body="mlp",
+        precision="64-true",
+        clip="",
+    )
+    when(rules.case.noisy, val="", evaluated="", predicted=0, stop="", min_steps=0, sanity=False, schedule="")
+    when(rules.case.configured, door="fit")
 
 
 def _by_strategy(rules: _Rules, both: tuple[str, str]) -> None:
@@ -346,7 +408,15 @@ def _by_strategy(rules: _Rules, both: tuple[str, str]) -> None:
     when(any(map(sharded, both)), manual="", none=0)
     when(any(map(sharded, both)) and case.body in ("complex", "batchnorm"), body="mlp")
     when(any(map(model_parallel, both)), body="mlp", unused=False, none=0, door="fit")
-    when(pipelined(*both), shared=False, frozen=False, poison=-1)
+    when(any(map(model_parallel, both)) or any(map(deepspeed, both)), again="")
+    when(any(map(model_parallel, both)), conditional="", filtered=False)
+    when(
+        rules.case.again and rules.case.door == "fit" and any(map(sharded, both)),
+        door="engine",
+        manual="",
+        configured="",
+    )
+    when(pipelined(*both), shared=False, frozen=False, poison=-1, configured="")
     when(pipelined(*both) and case.optimizer == "two", optimizer="adam")
 
 

@@ -21,6 +21,8 @@ def differences(case: Case, expected: Trained, runs: Sequence[Answers]) -> list[
     """What is wrong, a line each; ``runs`` has each run's answers."""
     found: list[str] = []
     found += _steps(case, expected, runs)
+    if case.noisy:
+        return found or _replicas(case, runs)
     if not found:
         found += _weights(case, expected, runs)
         found += _numbers("learning rate", expected.lrs, _merged(runs, "lrs"), 1e-12)
@@ -94,6 +96,19 @@ def _distinct(case: Case, answers: Answers) -> Answers:
         and all(a["seen"] == b["seen"] for a, b in zip(answers[::2], answers[1::2], strict=True))
     )
     return answers[::2] if twice else answers
+
+
+def _replicas(case: Case, runs: Sequence[Answers]) -> list[str]:
+    """Where ranks that hold the same parameters differ: to the bit."""
+    found = []
+    for part, answers in enumerate(runs):
+        if (case.second if part else case.strategy) in REPLICATED:
+            for rank, answer in enumerate(answers):
+                for step, values in answer["weights"].items():
+                    if values != answers[0]["weights"][step]:
+                        found.append(f"weights after step {step}: rank {rank} differs from rank 0")
+                        break
+    return found
 
 
 def _weights(case: Case, expected: Trained, runs: Sequence[Answers]) -> list[str]:

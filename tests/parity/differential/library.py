@@ -66,7 +66,7 @@ def strategy(case: Case, name: str) -> Any:
     if name == "single":
         return "single"
     if name.startswith("ddp"):
-        return DDP(find_unused_parameters=case.unused, **DDP_SETTINGS[case.ddp])
+        return DDP(find_unused_parameters=case.unused or bool(case.conditional), **DDP_SETTINGS[case.ddp])
     if name == "fsdp2":
         return FSDP(min_size=1)
     if name == "fsdp2x2":
@@ -89,6 +89,8 @@ def loader(case: Case) -> Any:
     if case.nested:
         batches = list(map(models.nested, batches))
         settings["collate_fn"] = models.collate_nested
+    if case.filtered:
+        settings["collate_fn"] = models.collate_filtered
     if kind == "list":
         return batches
     if kind == "ready":
@@ -170,7 +172,7 @@ def random_orders(case: Case) -> dict[int, list[int]]:
     """The order of each epoch where it is a function of (seed, epoch): as one process has it that reads sample by sample."""
     if case.data not in ("shuffled", "drawn", "distributed"):
         return {}
-    one = dataclasses.replace(case, batch=1, drop_last=False, workers=0, nested=False)
+    one = dataclasses.replace(case, batch=1, drop_last=False, workers=0, nested=False, filtered=False)
     batches = Engine(strategy="single", accelerator="cpu", seed=1).prepare(loader(one))
     found = {}
     for epoch in range(case.epochs):
@@ -188,7 +190,8 @@ class Module(TrainModule):
     def __init__(self, case: Case, window: Any) -> None:
         super().__init__()
         self.case, self.window_at = case, window
-        self.net = models.Net(case)
+        if not case.configured:
+            self.net = models.Net(case)
         self.squares, self.val_squares = Squares(), torch.nn.ModuleList(Squares() for _ in range(case.val_loaders))
         self.automatic_optimization = not case.manual
         self.seen: dict[str, list[int]] = {}
@@ -197,6 +200,10 @@ class Module(TrainModule):
 
     def on_train_epoch_start(self) -> None:
         self.begun.clear()
+
+    def configure_model(self) -> None:
+        if self.case.configured and not hasattr(self, "net"):
+            self.net = models.Net(self.case)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.net(x)
@@ -261,7 +268,15 @@ class Module(TrainModule):
                 other.zero_grad()
             return loss.detach()
         optimizer = self.optimizers()
-        self.manual_backward(loss / (2 if case.manual == "second" else 1))
+        if case.again == "retain":
+            self.manual_backward(loss / 2, retain_graph=True)
+            self.manual_backward(loss / 2)
+        elif case.again == "views":
+            views = [models.each(case, self(batch["x"]), batch["y"]).mean() for _ in range(2)]
+            for view in views:
+                self.manual_backward(view / 2)
+        else:
+            self.manual_backward(loss / (2 if case.manual == "second" else 1))
         if case.manual == "drop" and batch_idx % 3 == 1:
             self.clip_gradients(optimizer, 0.01)
             optimizer.zero_grad()
@@ -453,8 +468,11 @@ def fit(case: Case, name: str, root: Path, part: int, parts: int) -> Trained:
     loaders = {"datamodule": data} if data else {"train_loader": loader(case), "val_loaders": validation}
     found = watch.found
     try:
-        result = trainer.run(module, **loaders, resume=resume(case, root) if part else None)
-        found.steps = result.step
+        try:
+            found.steps = trainer.run(module, **loaders, resume=resume(case, root) if part else None).step
+        except ValueError as error:  # where each batch is left out, nothing is trained, which is an error
+            if not case.none or "returned None for every batch" not in str(error):
+                raise
         if not first:
             evaluate(case, trainer, module, data, found)
     except Killed:

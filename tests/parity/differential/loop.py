@@ -83,7 +83,7 @@ class Own:
             bad = models.poisoned(case, out, batch["i"])
             if bad is not None:
                 loss = Loss(loss.sum + bad, loss.count) if isinstance(loss, Loss) else loss + bad
-            engine.backward(loss)
+            self.backward(loss, batch)
             norm = None
             if case.clip == "norm":
                 norm = engine.clip_grad_norm_(self.model.parameters(), models.clip(case))
@@ -109,6 +109,19 @@ class Own:
         if self.name in REPLICATED:
             self.found.weights[self.steps] = weights(engine.unwrap_model(self.model))
         return True
+
+    def backward(self, loss: Any, batch: Any) -> None:
+        """The backward pass, or the two of a case that has second ones, each of half of the loss."""
+        case, engine = self.case, self.engine
+        if case.again == "retain":
+            engine.backward(loss / 2, retain_graph=True)
+            engine.backward(loss / 2)
+        elif case.again == "views":
+            other = models.each(case, self.model(batch["x"]), batch["y"]).mean()
+            engine.backward(loss / 2)
+            engine.backward(other / 2)
+        else:
+            engine.backward(loss)
 
     def validate(self) -> None:
         self.model.eval()

@@ -12,6 +12,8 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate,
 from .cases import Case
 
 FEATURES = 4
+LEAST = {"some": 0.0, "one": 1.0, "nobody": 1e9}
+"""A micro-batch whose first feature is larger runs the block; features are drawn from a normal distribution."""
 
 
 class Net(nn.Module):
@@ -40,6 +42,12 @@ class Net(nn.Module):
             self.twice = nn.Linear(FEATURES, FEATURES)
         if case.unused:
             self.spare = nn.Linear(2, 2)
+        self.conditional = case.conditional
+        if case.conditional:
+            self.extra = nn.Linear(FEATURES, FEATURES)
+        if case.configured == "own":
+            for parameter in self.parameters():
+                nn.init.normal_(parameter, std=0.4)
         self.shared = case.shared
         if case.frozen:
             self.up.requires_grad_(False)
@@ -65,6 +73,8 @@ class Net(nn.Module):
         h = self.bend_again(self.down(h))
         if self.shared:
             h = torch.tanh(self.twice(torch.tanh(self.twice(h))))
+        if self.conditional and float(x[0, 0].detach()) > LEAST[self.conditional]:
+            h = h + torch.tanh(self.extra(h))
         out: Tensor = self.head(h)
         return out
 
@@ -89,6 +99,18 @@ def factor(case: Case) -> float:
 def clip(case: Case) -> float:
     """The limit of clipping."""
     return {"norm": 0.3, "value": 0.05}[case.clip] * factor(case)
+
+
+class Noisy(torch.optim.SGD):
+    """SGD that adds random numbers, drawn in its step: what the weights are is not known beforehand, but all replicas must have the same."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(torch.randn_like(p), alpha=0.01)
+        return loss
 
 
 class SAM(torch.optim.Optimizer):
@@ -146,6 +168,8 @@ def optimizers(case: Case, net: nn.Module) -> list[torch.optim.Optimizer]:
         return [torch.optim.LBFGS(trained, lr=0.1, max_iter=2)]
     if case.closure == "sam":
         return [SAM(trained, lr=0.1)]
+    if case.noisy:
+        return [Noisy(trained, lr=0.1)]
     kernel: dict[str, Any] = {case.kernel: True} if case.kernel else {}
     if case.optimizer == "momentum":
         return [
@@ -264,6 +288,16 @@ def halves(case: Case) -> list[range]:
 def nested(batch: dict[str, Any]) -> tuple[Any, ...]:
     """The batch in another form."""
     return batch["x"], {"target": [batch["y"], batch["c"]], "name": "some text"}, None, (batch["i"],)
+
+
+def kept(numbers: list[int]) -> list[int]:
+    """The samples that a filter in the collate function leaves of a micro-batch: its first one, and those whose number does not divide by 4."""
+    return [number for index, number in enumerate(numbers) if not index or number % 4]
+
+
+def collate_filtered(samples: list[dict[str, Any]]) -> Any:
+    """A ``collate_fn`` that leaves out some samples."""
+    return default_collate([sample for index, sample in enumerate(samples) if not index or sample["i"] % 4])
 
 
 def collate_nested(samples: list[dict[str, Any]]) -> tuple[Any, ...]:

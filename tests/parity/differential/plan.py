@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .cases import SAMPLED, STRATEGIES, Case
-from .models import given_order, ready_batches
+from .models import given_order, kept, ready_batches
 
 Round = list[list[int]]
 """The numbers of the samples in one micro-batch of every rank; empty where a rank has none."""
@@ -41,7 +41,8 @@ def steps(case: Case, epoch: int, random: dict[int, list[int]]) -> Iterator[Step
             rounds[-1] += [[]] * (ranks - len(rounds[-1]))
         else:
             rounds = _short(mine, size, ranks)
-        yield [[[i for item in part for i in item] for part in each] for each in rounds]
+        numbers = [[[i for item in part for i in item] for part in each] for each in rounds]
+        yield [[kept(part) for part in each] for each in numbers] if case.filtered else numbers
 
 
 def _short(items: list[list[int]], size: int, ranks: int) -> list[list[list[list[int]]]]:

@@ -225,7 +225,7 @@ class Loop:
         """What one forward pass gets: the micro-batches where it matters who is in one, else all at once."""
         if self.case.sync:
             return [[i for part in each for i in part] for each in step]
-        if self.case.none or self.case.body == "batchnorm" or self.case.dropout:
+        if self.case.none or self.case.body == "batchnorm" or self.case.dropout or self.case.conditional:
             return [part for each in step for part in each if part]
         return [[i for each in step for part in each for i in part]]
 
@@ -341,7 +341,7 @@ class Loop:
         batch = _batch(self.train, numbers)
         self.stepped = False
 
-        apart = (case.body == "batchnorm" and not case.sync) or case.dropout
+        apart = (case.body == "batchnorm" and not case.sync) or case.dropout or case.conditional
 
         def losses() -> Tensor:
             parts = [_batch(self.train, part) for part in round_ if part] if apart else [batch]
