@@ -267,9 +267,7 @@ def follow_fsdp(root: nn.Module, blocks: Iterable[FSDPBlock], steps: FSDPSteps) 
     for module in root.modules():
         if hasattr(type(module), "_get_fsdp_state"):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
-            state._root_post_backward_final_callback = partial(
-                steps.end_pass, state._root_post_backward_final_callback
-            )
+            state._root_post_backward_final_callback = partial(steps.end_pass, state._root_post_backward_final_callback)
 
 
 def _fsdp_groups(models: Iterable[nn.Module]) -> Iterator[Any]:
