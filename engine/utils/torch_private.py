@@ -225,7 +225,7 @@ class FSDPBlock:
                 else torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)
             )
             if dtypes and zero.dtype not in dtypes:
-                record.unsharded_accumulated_grad = zero.to(*dtypes)
+                record.unsharded_accumulated_grad = zero.to(next(iter(dtypes)))
             else:
                 whole.grad = zero
         return [record.sharded_param for record in missing]

@@ -66,8 +66,8 @@ class ReducedOrder:
         if self._order:
             if number not in self._order[self._next :]:
                 raise RuntimeError(
-                    f"the backward pass reaches {self._names.get(id(parameter))} at another place than in earlier steps, and ZeRO stage 2 adds up the "
-                    "ranks' gradients by their order: run modules in one order, or use strategy='fsdp', 'ddp' or 'deepspeed_stage_1'"
+                    f"the backward pass reaches {self._names.get(id(parameter))} at another place than in earlier steps, and ZeRO stage 2 adds up "
+                    "the ranks' gradients by their order: run modules in one order, or use strategy='fsdp', 'ddp' or 'deepspeed_stage_1'"
                 )
             self._zero_until(self._order.index(number, self._next))
             self._next += 1
@@ -118,8 +118,8 @@ class ReducedOrder:
         what = "; ".join(lines) or "they reached the same ones in different orders"
         raise RuntimeError(
             f"the first backward passes of ranks 0 and {rank} reached different parameters, and ZeRO stage 2 adds up the ranks' gradients by their "
-            f"order: {what}. Use strategy='fsdp', 'deepspeed_stage_1', or 'ddp' with find_unused_parameters=True, which are exact then, or let the first "
-            "loss of each rank depend on all parameters: + 0.0 * sum(p.sum() for p in expert.parameters())"
+            f"order: {what}. Use strategy='fsdp', 'deepspeed_stage_1', or 'ddp' with find_unused_parameters=True, which are exact then, or let "
+            "the first loss of each rank depend on all parameters: + 0.0 * sum(p.sum() for p in expert.parameters())"
         )
 
     def _first(self, numbers: set[int], limit: int = 6) -> str:

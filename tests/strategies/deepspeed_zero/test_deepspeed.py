@@ -684,8 +684,8 @@ def routed(stage: int, routes: list[list[list[int]]]) -> Any:
                 o.zero_grad()
     except RuntimeError as error:
         return str(error)
-    state = engine.get_state_dict(model)
-    return max((value - state[name]).abs().max().item() for name, value in whole.state_dict().items() if name in state)
+    state = engine.get_state_dict(model)  # only on rank 0
+    return max(((whole.state_dict()[name] - value).abs().max().item() for name, value in state.items()), default=0.0)
 
 
 def rank_routed() -> Any:
