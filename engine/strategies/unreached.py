@@ -64,7 +64,7 @@ class UnreachedParameters:
             self._asks = True
 
     def clear(self) -> None:
-        """Set the gradients of parameters that no rank has reached to ``None``, after the last reduction. Waits for the device if this rank has asked."""
+        """Clear the gradients of parameters that no rank has reached, after the last reduction. A rank that has asked waits for its device."""
         if self._asks:
             if self._ranks.device.type != "cpu":  # gloo's reductions are complete when they return
                 accelerator.current_stream(self._ranks.device).synchronize()

@@ -141,10 +141,10 @@ class FSDPBlock:
     The steps are FSDP2's own methods; :meth:`replace` puts others in their place.
     """
 
-    def __init__(self, module: nn.Module, group: Any) -> None:
-        self.module, self._group = module, group
-        self._pre_forward, self._post_forward = group.pre_forward, group.post_forward
-        self._pre_backward, self._post_backward = group.pre_backward, group.post_backward
+    def __init__(self, module: nn.Module, steps: Any) -> None:
+        self.module, self._group = module, steps
+        self._pre_forward, self._post_forward = steps.pre_forward, steps.post_forward
+        self._pre_backward, self._post_backward = steps.pre_backward, steps.post_backward
 
     def replace(self, steps: FSDPSteps, number: int) -> None:
         """Let ``steps`` follow this block, which it knows by its ``number``."""
