@@ -26,7 +26,7 @@ class Window:
         models: the engine's prepared models.
     """
 
-    __slots__ = ("gradient_sync", "_joined", "models", "position", "weights")
+    __slots__ = ("_joined", "gradient_sync", "models", "position", "weights")
 
     def __init__(
         self, size: int = 1, gradient_sync: GradientSync | None = None, models: Sequence[nn.Module] = ()

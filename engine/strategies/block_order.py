@@ -49,7 +49,7 @@ class Order:
         self._lengths = list(map(len, parts))
 
     def settle(self, made: set[int], without_grad: set[int]) -> None:
-        """Remove parts of which no rank has ``made`` a step (by index), unless that is all, and steps that none has made of blocks ``without_grad``."""
+        """Remove parts of which no rank has ``made`` a step (by index), unless that is all, and those of blocks ``without_grad``."""
         bounds = [0, *itertools.accumulate(self._lengths)]
         idle = [range(low, high) for low, high in itertools.pairwise(bounds) if made.isdisjoint(range(low, high))]
         dropped = set(itertools.chain.from_iterable(idle)) if len(idle) < len(self._lengths) else set()
@@ -157,7 +157,7 @@ class BlockOrder(FSDPSteps):
     In a forward pass the first guess is the order of the modules in the model, and in a backward pass the opposite of the forward passes before it.
     Where all ranks run blocks in another order, they agree on it when it is new, by a small collective for each step; no later pass has one.
 
-    A parameter that this rank has not reached gets a zero gradient, for the ranks that have; one that no rank has reached gets none, as in one process.
+    A parameter that this rank has not reached gets a zero gradient, for the ranks that have; one that no rank has reached gets none.
 
     Args:
         root: the sharded model.
@@ -374,7 +374,7 @@ class BlockOrder(FSDPSteps):
         kind = "backward" if running is self._backward else "forward"
         doing = (
             f"waiting for the other ranks, because it {'begins' if step >= 0 else 'ends'} the {kind} pass of block "
-            f"{self._names([max(step, ~step)])} at a place where none of them did so before: ranks may leave blocks out, but must run them in one order"
+            f"{self._names([max(step, ~step)])} at a place where no rank did so before: ranks may leave blocks out, but must run them in one order"
         )
         warning = threading.Timer(PATIENCE_S, logger.warning, [f"rank {self._ranks.rank} is {doing}"])
         warning.daemon = True

@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,8 +19,8 @@ _numbers = itertools.count()
 class UnreachedParameters:
     """Finds the parameters that no rank has reached among those for which this rank reduces a zero, without a collective.
 
-    A rank that has reached all parameters does nothing. Another rank writes into the job's store which ones it has not reached, before it takes part in
-    the last reduction of the backward pass. Once this reduction is complete on this rank, all ranks have begun it, and so have written: a
+    A rank that has reached all parameters does nothing. Another rank writes into the job's store which ones it has not reached, before it takes
+    part in the last reduction of the backward pass. Once this reduction is complete on this rank, all ranks have begun it, and so have written: a
     parameter is unreached if all ranks have written so. This costs such a rank a wait for its device and three requests to the store.
 
     Args:
@@ -65,7 +64,7 @@ class UnreachedParameters:
             self._asks = True
 
     def clear(self) -> None:
-        """Set the gradients of parameters that no rank has reached to ``None``, after the last reduction. Waits for the device if there may be some."""
+        """Clear the gradients of parameters that no rank has reached, after the last reduction. A rank that has asked waits for its device."""
         if self._asks:
             if self._ranks.device.type != "cpu":  # gloo's reductions are complete when they return
                 accelerator.current_stream(self._ranks.device).synchronize()

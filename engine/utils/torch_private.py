@@ -156,10 +156,10 @@ class FSDPBlock:
     The steps are FSDP2's own methods; :meth:`replace` puts others in their place.
     """
 
-    def __init__(self, module: nn.Module, group: Any) -> None:
-        self.module, self._group = module, group
-        self._pre_forward, self._post_forward = group.pre_forward, group.post_forward
-        self._pre_backward, self._post_backward = group.pre_backward, group.post_backward
+    def __init__(self, module: nn.Module, steps: Any) -> None:
+        self.module, self._group = module, steps
+        self._pre_forward, self._post_forward = steps.pre_forward, steps.post_forward
+        self._pre_backward, self._post_backward = steps.pre_backward, steps.post_backward
 
     def replace(self, steps: FSDPSteps, number: int) -> None:
         """Let ``steps`` follow this block, which it knows by its ``number``."""
@@ -240,7 +240,7 @@ class FSDPBlock:
                 else torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)
             )
             if dtypes and zero.dtype not in dtypes:
-                record.unsharded_accumulated_grad = zero.to(*dtypes)
+                record.unsharded_accumulated_grad = zero.to(next(iter(dtypes)))
             else:
                 whole.grad = zero
         return [record.sharded_param for record in missing]
@@ -282,9 +282,7 @@ def follow_fsdp(root: nn.Module, blocks: Iterable[FSDPBlock], steps: FSDPSteps) 
     for module in root.modules():
         if hasattr(type(module), "_get_fsdp_state"):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
-            state._root_post_backward_final_callback = partial(
-                steps.end_pass, state._root_post_backward_final_callback
-            )
+            state._root_post_backward_final_callback = partial(steps.end_pass, state._root_post_backward_final_callback)
 
 
 def _fsdp_groups(models: Iterable[nn.Module]) -> Iterator[Any]:

@@ -343,7 +343,13 @@ class Conditional(nn.Module):
         return loss
 
 
-PLANS = [[[0, 2, 0], [2, 2, 1]], [[1, 0, 0], [1, 0, 1]], [[3, 0, 1], [0, 1, 1]], [[2, 1, 1], [2, 1, 1]], [[2, 2, 0], [2, 2, 1]]]
+PLANS = [
+    [[0, 2, 0], [2, 2, 1]],
+    [[1, 0, 0], [1, 0, 1]],
+    [[3, 0, 1], [0, 1, 1]],
+    [[2, 1, 1], [2, 1, 1]],
+    [[2, 2, 0], [2, 2, 1]],
+]
 """For each micro-batch and rank: the first of two experts, a layer to leave out (2: none), the head. Some leave out what the other rank runs,
 some what nobody runs."""
 
@@ -364,9 +370,7 @@ def bare_conditional(window: int) -> Tensor:
 
 
 def conditional(window: int, precision: str = "32-true", **settings: Any) -> Tensor:
-    engine = Engine(
-        accelerator="cpu", strategy=FSDP(**settings), accumulate_grad_batches=window, precision=precision
-    )
+    engine = Engine(accelerator="cpu", strategy=FSDP(**settings), accumulate_grad_batches=window, precision=precision)
     model = engine.prepare(Conditional())
     optimizer = engine.prepare(torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5))
     rank = engine.process_index
@@ -401,7 +405,9 @@ CONDITIONAL: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def rank_conditional() -> Any:
-    found = {name: apart(conditional(window, **s), bare_conditional(window)) for name, (window, s) in CONDITIONAL.items()}
+    found = {
+        name: apart(conditional(window, **s), bare_conditional(window)) for name, (window, s) in CONDITIONAL.items()
+    }
     found["bf16"] = apart(conditional(2, "bf16-mixed"), bare_conditional(2))
     return found
 

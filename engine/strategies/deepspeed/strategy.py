@@ -47,6 +47,7 @@ from engine.strategies.deepspeed.driven_model import (
     restore_linear,
     use_process_group,
 )
+from engine.strategies.deepspeed.reduced_order import ReducedOrder
 from engine.strategies.deepspeed.shards import Shards
 from engine.strategies.owned_step import OwnedStepper, OwnsStep
 from engine.utils import accelerator, torch_private
@@ -323,6 +324,9 @@ class DeepSpeed(Strategy, OwnsStep):
         inner = engine.basic_optimizer if trains else None
         own_shards = Shards(wrapper, inner, groups, (self.group.rank, self.group.world_size))
         shards.mark_sharded(model.module)
+        # In bf16 DeepSpeed has another optimizer for stage 1, which reduces all gradients at the step.
+        if trains and self.zero_stage in (1, 2) and self.group.world_size > 1 and hasattr(wrapper, "process_gradients"):
+            ReducedOrder(self.group, wrapper, {id(p): name for name, p in model.module.named_parameters()})
         model.begin(engine, inner, own_shards if trains and self.zero_stage else None)
 
     def _complete(self, model: DrivenModel | None) -> dict[str, Any]:

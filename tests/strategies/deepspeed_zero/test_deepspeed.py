@@ -652,6 +652,50 @@ def alone_quiet() -> Any:
     return sorted(name for name in os.environ if name.startswith(("DS_", "CROSS_", "OMPI")))
 
 
+class Experts(nn.Module):
+    """Three blocks, of which a call runs some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.experts = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        for number in chosen:
+            x = self.experts[number](x)
+        return x.square().mean()
+
+
+ROUTES = {"from the first step": [[[0], [1]]], "later": [[[0, 1], [0, 1]], [[0], [0, 1, 2]], [[2], [0, 1]]]}
+"""For each step and rank: the experts that it runs."""
+
+
+def routed(stage: int, routes: list[list[list[int]]]) -> Any:
+    """How far the parameters are from those of one process, or the error."""
+    engine = Engine(accelerator="cpu", strategy=f"deepspeed_stage_{stage}")
+    plain = Experts()
+    model, optimizer = engine.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    whole = Experts()
+    other = torch.optim.SGD(whole.parameters(), lr=0.1)
+    try:
+        for chosen in routes:
+            for rank in range(2):
+                (whole(data()[4 * rank :][:4], chosen[rank]) / 2).backward()
+            rank = engine.process_index
+            engine.backward(model(data()[4 * rank :][:4], chosen[rank]))
+            for o in (optimizer, other):
+                o.step()
+                o.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    state = engine.get_state_dict(model)  # only on rank 0
+    return max(((whole.state_dict()[name] - value).abs().max().item() for name, value in state.items()), default=0.0)
+
+
+def rank_routed() -> Any:
+    return {f"{stage}, {name}": routed(stage, routes) for stage in (1, 2) for name, routes in ROUTES.items()}
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     return ranks_of_file(__file__, 2, timeout=900)
@@ -955,3 +999,12 @@ def test_cpu_adam(tmp_path: Path) -> None:
     extensions = {"TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": str(compiler)}
     ran = ranks_of_file(__file__, 2, "compiled_", timeout=600, **extensions)
     assert all(distance < 1e-5 for distance in ran["adam"])
+
+
+def test_ranks_that_reach_different_parameters(found: Any) -> None:
+    for rank in found["routed"]:
+        error = rank.pop("2, from the first step")
+        assert "only rank 0 reached experts.0.norm.weight, experts.0.norm.bias, experts.0.linear.weight" in error
+        assert "only rank 1 reached experts.1.norm.weight" in error
+        assert "Use strategy='fsdp', 'deepspeed_stage_1'" in error
+        assert max(rank.values()) < 1e-6
