@@ -188,7 +188,7 @@ class FSDP(Strategy):
     def _shard(self, model: nn.Module) -> None:
         self.transform(model)
         self._shard_parts(model, [model])
-        shard_errors.watch_first_pass(model)
+        shard_errors.watch_passes(model)
 
     def _shard_parts(self, model: nn.Module, roots: Sequence[nn.Module]) -> None:
         """Shard ``roots``, which are modules of ``model``, block by block; settings name parameters and modules as ``model`` does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -64,23 +65,39 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-def watch_first_pass(model: nn.Module) -> None:
-    """Explain ``torch.autograd.grad`` with respect to parameters in the first forward pass's backward passes; later ones are not watched."""
+def watch_passes(model: nn.Module) -> None:
+    """Refuse backward passes that create a graph: they need weights that are freed by then, and torch may read freed memory (a segmentation fault).
+
+    In the passes through the first forward pass, ``torch.autograd.grad`` with respect to parameters is explained, too. Where the whole model is
+    compiled, only the first forward pass is watched. The cost is two Python calls for an output of the model.
+    """
 
     def check(gradient: Tensor) -> None:
+        if torch.is_grad_enabled():  # autograd enables it for passes that create a graph
+            raise RuntimeError(explained(_FREED, "a backward pass"))
+
+    def check_returned(gradient: Tensor) -> None:
         if any(torch_private.fate_of_gradient(p) == "returned" for p in model.parameters() if p.requires_grad):
             raise RuntimeError(explained(_UNUSED, "a backward pass"))
 
+    is_first = True
+
     @torch_private.without_dynamo
     def watch(module: nn.Module, args: Any, outputs: Any) -> None:
-        handle.remove()
-        for tensor in leaves(outputs):
+        nonlocal is_first
+        for tensor in (outputs,) if isinstance(outputs, Tensor) else leaves(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(check)
+                if is_first:
+                    tensor.register_hook(check_returned)
+        if module._compiled_call_impl is not None:
+            handle.remove()
+        is_first = False
 
     handle = model.register_forward_hook(watch)
 
 
+_FREED = "storage of size 0"
 _UNUSED = "appears to not have been used in the graph"
 
 
@@ -101,9 +118,9 @@ def explained(text: str, doing: str) -> str:
             f"{doing} computes with a sharded parameter (a DTensor) outside of the module that owns it, beside plain tensors: call the module, do "
             "the computation in its forward, or use strategy='ddp'"
         )
-    if "storage of size 0" in text:
+    if _FREED in text:
         return (
-            f"{doing} needs weights that were freed already: a backward pass through a backward pass (create_graph=True, a gradient penalty) does "
+            f"{doing} needs weights that are freed by then: a backward pass through a backward pass (create_graph=True, a gradient penalty) does "
             "not work under FSDP, which gathers weights for one pass only. Use strategy='ddp', or 'deepspeed_stage_1' or '_2'"
         )
     if _UNUSED in text:

@@ -629,6 +629,61 @@ def rank_states() -> Any:
     return found
 
 
+class Int8Params(nn.Parameter):
+    """As bitsandbytes names its weights in 8 bits."""
+
+
+def rank_unshardable() -> Any:
+    """What is said of optimizers, layers and passes that do not work on shards."""
+
+    class Mixed(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:  # as optimizers with states of their own do
+            p = self.param_groups[0]["params"][0]
+            p.detach().add_(torch.zeros(p.shape))
+
+    def run(model: nn.Module, make: Any = torch.optim.SGD, losses: Any = None) -> str:
+        engine = Engine(accelerator="cpu", strategy="fsdp")
+        try:
+            prepared, optimizer = engine.prepare(model, make(model.parameters(), lr=0.1))
+            inputs = data().requires_grad_()
+            engine.backward(losses(prepared, inputs) if losses else prepared(inputs).mean())
+            optimizer.step()
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        finally:
+            engine.release()
+        return "no error"
+
+    def penalty(model: Any, inputs: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        return gradient.square().mean()
+
+    def each(model: Any, inputs: Tensor) -> Tensor:
+        loss: Tensor = model(inputs).mean()
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        return loss
+
+    class Each(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            torch.autograd.grad(loss, list(self.parameters()), retain_graph=True)
+            return loss
+
+    quantized = Net()
+    quantized.head.weight = Int8Params(quantized.head.weight.detach())
+    with pytest.raises(RuntimeError) as in_fit:
+        fit(Each(), [data(4)] * 2)
+    return {
+        "adafactor": run(Net(), torch.optim.Adafactor),
+        "sparse": run(nn.Sequential(nn.Linear(8, 8), nn.Embedding(4, 4, sparse=True))),
+        "mixed": run(Net(), lambda parameters, lr: Mixed(parameters, {"lr": lr})),
+        "quantized": run(quantized),
+        "penalty": run(Net(), losses=penalty),
+        "each": run(Net(), losses=each),
+        "in fit": str(in_fit.value),
+    }
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     return ranks_of_file(__file__, 2)
@@ -678,6 +733,25 @@ def test_states_that_cannot_be_resumed_are_refused_after_the_first_step(found: A
 def test_states_that_are_equal_on_all_ranks_are_resumed(found: Any) -> None:
     for resumed, differs in (rank["resumed"] for rank in found["states"]):
         assert resumed == 0.0 < differs
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("adafactor", "Adafactor cannot step sharded parameters: it treats a parameter as a whole matrix"),
+        ("sparse", "1 has sparse gradients (sparse=True), which cannot be reduced to shards: set sparse=False"),
+        ("mixed", "the step of Mixed does not work on sharded parameters"),
+        ("quantized", "head.weight (Int8Params): weights in 8 bits of these classes cannot be sharded"),
+        (
+            "penalty",
+            "a backward pass through a backward pass (create_graph=True, a gradient penalty) does not work under FSDP",
+        ),
+        ("each", "calls torch.autograd.grad with respect to parameters, which are shards outside of the graph"),
+        ("in fit", "calls torch.autograd.grad with respect to parameters, which are shards outside of the graph"),
+    ],
+)
+def test_what_does_not_work_on_shards(found: Any, case: str, words: str) -> None:
+    assert all(words in rank[case] for rank in found["unshardable"])
 
 
 def test_complex_parameters(found: Any) -> None:

@@ -128,7 +128,15 @@ class Watch(Callback):
         assert sim.races() == [], "\n".join(sim.races())
         # await_pending: the verdict about a step, read when the next one is queued: the device has work. _returns_true: a capability is tried once.
         # report_nan: the loss, where values are published. report_nonfinite: the weights, after the last step.
-        free = {"publish_due", "report_nan", "report_nonfinite", "end_epoch", "await_pending", "_returns_true", *allowed}
+        free = {
+            "publish_due",
+            "report_nan",
+            "report_nonfinite",
+            "end_epoch",
+            "await_pending",
+            "_returns_true",
+            *allowed,
+        }
         found = [wait for wait in self.waits if not free & {place.rpartition(" ")[2] for place in wait.stack}]
         assert found == [], "\n".join(map(str, found))
 

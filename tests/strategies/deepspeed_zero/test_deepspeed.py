@@ -236,15 +236,19 @@ def rank_passes() -> Any:
 
 
 def rank_gan() -> Any:
-    """Two models: what the critic gets from the maker's loss is thrown away by ``zero_grad``."""
+    """Two models: what the critic gets from the maker's loss is thrown away by ``zero_grad``, or the critic is frozen meanwhile (``freezes``)."""
 
-    def loop(maker: Any, critic: Any, of_maker: Any, of_critic: Any, backward: Any, real: Tensor) -> None:
+    def loop(
+        maker: Any, critic: Any, of_maker: Any, of_critic: Any, backward: Any, real: Tensor, freezes: bool
+    ) -> None:
         for _ in range(3):
             fake = maker(real)
             backward(critic(fake.detach()).square().mean() + (critic(real[:, :3]) - 1).square().mean())
             of_critic.step()
             of_critic.zero_grad()
+            critic.requires_grad_(not freezes)
             backward((critic(fake) - 1).square().mean())
+            critic.requires_grad_(True)
             of_maker.step()
             of_maker.zero_grad()
             of_critic.zero_grad()
@@ -260,15 +264,53 @@ def rank_gan() -> Any:
         )
 
     alone = models()
-    loop(*alone, lambda loss: loss.backward(), data())
+    loop(*alone, lambda loss: loss.backward(), data(), False)
 
-    def run(stage: int) -> list[float]:
+    def run(stage: int, freezes: bool) -> list[float]:
         engine = of(stage)
         prepared = engine.prepare(*models())
-        loop(*prepared, engine.backward, data()[engine.process_index :: 2])
+        loop(*prepared, engine.backward, data()[engine.process_index :: 2], freezes)
         return [apart(whole(engine, prepared[i]), flat(alone[i])) for i in range(2)]
 
-    return each(run)
+    return [*each(lambda stage: run(stage, False)), *each(lambda stage: run(stage, True))]
+
+
+def rank_penalty() -> Any:
+    """A gradient penalty, the gradients of each loss by itself, and two backward passes through one forward pass."""
+
+    def losses(model: Any, inputs: Tensor, kind: str) -> list[Tensor]:
+        inputs = inputs.clone().requires_grad_()
+        out = model(inputs)
+        if kind == "penalty":
+            (gradient,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+            return [loss_of(out) + (gradient.norm(dim=1) - 1).square().mean()]
+        if kind == "each":
+            torch.autograd.grad(loss_of(out), list(model.parameters()), retain_graph=True)
+            return [loss_of(out)]
+        return [loss_of(out), out.abs().mean()]
+
+    def loop(model: Any, optimizer: Any, backward: Any, inputs: Tensor, kind: str) -> None:
+        for _ in range(2):
+            *first, last = losses(model, inputs, kind)
+            for loss in first:
+                backward(loss, retain_graph=True)
+            backward(last)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run(stage: int, kind: str) -> Any:
+        engine, alone, model = of(stage), Net(), Net()
+        loop(
+            alone, torch.optim.SGD(alone.parameters(), lr=0.01), lambda loss, **how: loss.backward(**how), data(), kind
+        )
+        model, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        try:
+            loop(model, optimizer, engine.backward, data()[engine.process_index :: 2], kind)
+        except RuntimeError as error:
+            return str(error)
+        return apart(whole(engine, model), flat(alone))
+
+    return {kind: [run(stage, kind) for stage in (1, 2, 3)] for kind in ("penalty", "each", "twice")}
 
 
 def rank_windows() -> Any:
@@ -728,6 +770,21 @@ def test_forward_and_backward_passes_in_any_number(found: Any, kind: str) -> Non
 
 def test_two_models(found: Any) -> None:
     assert all(distance < 1e-6 for rank in found["gan"] for stage in rank for distance in stage)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("penalty", "create_graph=True (a gradient penalty) under ZeRO stage 3"),
+        ("each", "torch.autograd.grad with respect to parameters under ZeRO stage 3"),
+        ("twice", "a second backward pass through one forward pass (retain_graph=True) under ZeRO stage 3"),
+    ],
+)
+def test_passes_that_autograd_allows(found: Any, kind: str, words: str) -> None:
+    for rank in found["penalty"]:
+        one, two, three = rank[kind]
+        assert max(one, two) < 1e-6
+        assert three.startswith(words)
 
 
 @pytest.mark.parametrize("weighted", ["False", "True"])
