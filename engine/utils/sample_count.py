@@ -43,15 +43,17 @@ def _with_asked(batch: Any, shown: list[set[int]], asked: int) -> Count:
         return 0, ""
     if not shown or any(asked in sizes for sizes in shown):
         return asked, ""
-    plain = [part for part in _entries(batch) if type(part) is Tensor and part.ndim > 1 and not part.is_nested]
-    if any(part.shape[1] == asked for part in plain):  # sequences with the time first
-        return asked, ""
+    tensors = [part for part in _entries(batch) if type(part) is Tensor and part.ndim and not part.is_nested]
     fewer = sorted(size for size in set.intersection(*shown) if size < asked)
+    if tensors and all(
+        tensor.ndim > 1 and tensor.shape[1] == asked for tensor in tensors
+    ):  # sequences with the time first
+        return asked, "its first or its second dimension may be the samples" if fewer else ""
     if len(fewer) == 1:
         return fewer[0], ""
     if fewer:
         return fewer[-1], "its lists and tensors can be read in two ways"
-    sides = [{*part.shape[:2]} for part in _entries(batch) if type(part) is Tensor and part.ndim and not part.is_nested]
+    sides = [{*tensor.shape[:2]} for tensor in tensors]
     either = {size for size in set.intersection(*sides) if size < asked} if len(sides) > 1 else set()
     if len(either) == 1:
         return either.pop(), "its tensors agree on it only if some have the samples in their second dimension"
