@@ -184,9 +184,9 @@ class CombinedCounter(SampleCounter):
         sizes = [getattr(member, "batch_size", None) for member in loader.members]
         self.sizes = [size if isinstance(size, int) else None for size in sizes]
 
-    def count(self, batch: Any, asked: int | None = None) -> Count:
+    def count(self, batch: Any, list_length: int | None = None) -> Count:
         if self.owner is not None or self.loader.mode == "sequential":
-            return super().count(batch, asked)
+            return super().count(batch, list_length)
         return total_count(self.count_member(index, part) for index, part in enumerate(self.loader.parts(batch)))
 
     def count_member(self, index: int, part: Any) -> Count:

@@ -14,7 +14,7 @@ from engine.step.position import Share
 
 @dataclass(slots=True)
 class LoaderUse:
-    """What feeds know of the loop that reads their loader. The loop sets it before the first pass."""
+    """Facts about the loop that reads a loader, for the loader's feeds. The loop sets them before the first pass."""
 
     evaluates: bool = False
     """Whether the loop evaluates: no rank needs to know the others' sizes, and map-style datasets are not told an epoch, which is training's."""
@@ -40,9 +40,9 @@ class Feed(ABC):
     reads_ahead = False
     """True if reading beyond a window's end does not change the state that a checkpoint at that end must save."""
     without_units = "a stream"
-    """What the data is, for texts, where :meth:`indices_at` gives nothing."""
+    """A name of the kind of data, for texts, where :meth:`indices_at` gives nothing."""
     use: LoaderUse = LoaderUse()
-    """What the feed knows of the loop that reads it."""
+    """Facts about the loop that reads this feed."""
     iterator: Iterator[Any] | None = None
     """The iterator of the current pass over the user's loader, which owns the worker processes."""
 

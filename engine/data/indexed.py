@@ -247,8 +247,8 @@ class SampleFeed(LoaderFeed):
         batches = self.fetch(order.pieces(deal.windows(start)))
         if self.sized:
             return zip(batches, shares_of(deal, start), strict=True)
-        asked = (len(part) for ranges, _ in deal.windows(start) for part in ranges)
-        return counted_batches(batches, deal, start, self.group, self.counter, self.use, asked)
+        list_length = (len(part) for ranges, _ in deal.windows(start) for part in ranges)
+        return counted_batches(batches, deal, start, self.group, self.counter, self.use, list_length)
 
     def batches_in_pass(self) -> int | None:
         units = self.order.length()
@@ -292,10 +292,10 @@ class BatchFeed(LoaderFeed):
         entries = itertools.chain.from_iterable(order.pieces(deal.windows(start)))
         self.counter.follow(self.use.owner)
         if not self.sized:
-            asked = None
+            list_length = None
             if self.indices_tell:
-                asked = (len(order[part.start]) for ranges, _ in deal.windows(start) for part in ranges)
-            return counted_batches(self.fetch(entries), deal, start, self.group, self.counter, self.use, asked)
+                list_length = (len(order[part.start]) for ranges, _ in deal.windows(start) for part in ranges)
+            return counted_batches(self.fetch(entries), deal, start, self.group, self.counter, self.use, list_length)
         sizes = self._sizes(order)
         return zip(self.fetch(entries), self._shares(sizes, deal, start), strict=True)
 
@@ -356,12 +356,12 @@ class ListFeed(IndexedFeed):
     ) -> Iterator[MicroBatch]:
         deal, batches = self.deal(window, limit), self.batches
         self.counter.follow(self.use.owner)
-        said = self.counter.owner is not None
-        if deal.round * window == 1 and not said:
+        owner_counts = self.counter.owner is not None
+        if deal.round * window == 1 and not owner_counts:
             for i in range(start, deal.used):
                 yield batches[i], WHOLE_WINDOW
             return
-        count = self.counter.count if said else counted
+        count = self.counter.count if owner_counts else counted
         ranks, used, rank = deal.world_size, deal.used, deal.rank
         full = ranks * window
         certain = ("",) * full
@@ -370,16 +370,16 @@ class ListFeed(IndexedFeed):
                 ((ranges, dealt),) = deal.windows(base)
                 counts = {part.start: count(batches[part.start]) for micro in dealt for part in micro if part}
                 rows = tuple(tuple(counts[part.start][0] if part else 0 for part in micro) for micro in dealt)
-                own = shares(rows, rank)
+                shares_here = shares(rows, rank)
                 for j, part in enumerate(ranges):
-                    yield batches[part.start], share_of(own, j, counts[part.start][1], not dealt[j][rank])
+                    yield batches[part.start], share_of(shares_here, j, counts[part.start][1], not dealt[j][rank])
                 return
             sizes, guesses = zip(*map(count, map(batches.__getitem__, range(base, base + full))), strict=True)
             rows = tuple([sizes[first : first + ranks] for first in range(0, full, ranks)])
             plain = 0 not in sizes and guesses == certain
-            for j, share in enumerate(own := shares(rows, rank)):
+            for j, share in enumerate(shares_here := shares(rows, rank)):
                 index = j * ranks + rank
-                yield batches[base + index], share if plain else share_of(own, j, guesses[index], False)
+                yield batches[base + index], share if plain else share_of(shares_here, j, guesses[index], False)
 
     def batches_in_pass(self) -> int | None:
         return len(self.batches)
@@ -438,15 +438,15 @@ def counted_batches(
     group: Group,
     counter: SampleCounter,
     use: LoaderUse,
-    asked: Iterator[int] | None = None,
+    list_length: Iterator[int] | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield micro-batches whose samples are counted once they are read. ``asked``: for each, of how many samples it was made."""
+    """Yield micro-batches whose samples are counted once they are read. ``list_length``: for each, of how many samples it was made."""
     is_whole = deal.world_size * deal.window == 1
-    if is_whole and asked is None and type(counter) is SampleCounter and counter.owner is None:
+    if is_whole and list_length is None and type(counter) is SampleCounter and counter.owner is None:
         return zip(batches, itertools.repeat(WHOLE_WINDOW), strict=False)
     if is_whole or use.evaluates:
-        return with_own_sizes(batches, deal, start, counter, asked)
-    return with_exchanged_sizes(batches, deal, start, group, counter, asked)
+        return with_own_sizes(batches, deal, start, counter, list_length)
+    return with_exchanged_sizes(batches, deal, start, group, counter, list_length)
 
 
 def with_own_sizes(
@@ -454,14 +454,14 @@ def with_own_sizes(
     deal: Deal | Shards,
     start: int,
     counter: SampleCounter,
-    asked: Iterator[int] | None,
+    list_length: Iterator[int] | None,
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches whose sizes the other ranks need not know: in an evaluation, and in windows of one micro-batch on one process."""
     repeated = (dealt and not dealt[j][deal.rank] for ranges, dealt in deal.windows(start) for j in range(len(ranges)))
     for batch, is_repeated in zip(batches, repeated, strict=True):
-        samples, guess = counter.count(batch, None if asked is None else next(asked))
-        own = shares(((0 if is_repeated else samples,),), 0)
-        yield batch, share_of(own, 0, "" if is_repeated else guess, bool(is_repeated))
+        samples, guess = counter.count(batch, None if list_length is None else next(list_length))
+        shares_here = shares(((0 if is_repeated else samples,),), 0)
+        yield batch, share_of(shares_here, 0, "" if is_repeated else guess, bool(is_repeated))
 
 
 def with_exchanged_sizes(
@@ -470,15 +470,15 @@ def with_exchanged_sizes(
     start: int,
     group: Group,
     counter: SampleCounter,
-    asked: Iterator[int] | None = None,
+    list_length: Iterator[int] | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches whose sizes are known only once they are read: each window is read ahead, and the ranks exchange its sizes."""
     for ranges, dealt in deal.windows(start):
         window = list(itertools.islice(batches, len(ranges)))
-        counts = [counter.count(batch, None if asked is None else next(asked)) for batch in window]
+        counts = [counter.count(batch, None if list_length is None else next(list_length)) for batch in window]
         repeated = [bool(dealt) and not micro[deal.rank] for micro in dealt] or [False] * len(ranges)
         sizes = [0 if is_repeated else size for (size, _), is_repeated in zip(counts, repeated, strict=True)]
         rows = gather_row(group, torch.tensor(sizes, dtype=torch.int64)).expand(deal.world_size, -1).t().tolist()
-        own = shares(tuple(map(tuple, rows)), deal.rank)
+        shares_here = shares(tuple(map(tuple, rows)), deal.rank)
         for j, batch in enumerate(window):
-            yield batch, share_of(own, j, "" if repeated[j] else counts[j][1], repeated[j])
+            yield batch, share_of(shares_here, j, "" if repeated[j] else counts[j][1], repeated[j])

@@ -93,7 +93,7 @@ class PreparedLoader:
         """The maximum number of micro-batches per rank in an epoch."""
         self._group, self._window, self._seed, self._dtype, self._moves = group, window, seed, dtype, place
         self.use = LoaderUse()
-        """What the loader's feed knows of the loop that reads it."""
+        """Facts about the loop that reads this loader, for its feed."""
         self._feed = feed_for(loader, group, seed, use=self.use)
         self._feistel = True
         self._next: Start | None = Start()
@@ -219,7 +219,7 @@ class PreparedLoader:
 
     @property
     def without_units(self) -> str:
-        """What the data is, for texts, where :meth:`units` gives nothing."""
+        """A name of the kind of data, for texts, where :meth:`units` gives nothing."""
         return self._feed.without_units
 
     def close(self) -> None:
@@ -353,7 +353,7 @@ def feed_for(data: Any, group: Group, seed: int, feistel: bool = True, use: Load
 
     Args:
         feistel: compute large shuffles rather than store them (see :class:`engine.data.order.FeistelIndices`).
-        use: what the feed knows of the loop that reads it; the loop may change it before the first pass.
+        use: facts about the loop that reads the data; the loop may change them before the first pass.
 
     Raises:
         TypeError: ``data`` cannot be iterated, or is a dataset without a loader.

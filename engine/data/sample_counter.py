@@ -11,8 +11,8 @@ from torch.utils.data import default_collate, default_convert
 
 from engine.utils.sample_count import Count, counted
 
-_KEEPING = ("torch", "torchdata", "torch_geometric", "transformers")
-"""Packages whose collate functions make a batch of all samples that they get."""
+_KEEPING = ("torch", "torchdata", "torch_geometric")
+"""Packages whose collate functions make a batch of all samples that they get; collators in a module ``data.data_collator`` do so, too."""
 
 
 @runtime_checkable
@@ -39,17 +39,17 @@ class SampleCounter:
         """Let the module or data module ``owner`` count, if the loader does not."""
         self.owner = self.owner or owner
 
-    def count(self, batch: Any, asked: int | None = None) -> Count:
+    def count(self, batch: Any, list_length: int | None = None) -> Count:
         """The number of samples in a batch.
 
         Args:
-            asked: the number of samples from which the batch was made, if that is known.
+            list_length: the number of samples from which the batch was made, if that is known.
 
         Raises:
             TypeError, ValueError: the user's ``count_samples`` returns no number of samples.
         """
         if self.owner is None:
-            return counted(batch, asked)
+            return counted(batch, list_length)
         number = self.owner.count_samples(batch)
         try:
             samples = operator.index(number)
@@ -76,7 +76,7 @@ def keeps_samples(collate_fn: Any) -> bool:
     ):
         return True
     module = getattr(collate_fn, "__module__", None) or type(collate_fn).__module__
-    return module.split(".")[0] in _KEEPING
+    return module.split(".")[0] in _KEEPING or module.endswith(".data.data_collator")
 
 
 class CountingCollate:
@@ -86,6 +86,6 @@ class CountingCollate:
         self.collate_fn, self.keeps = collate_fn, keeps_samples(collate_fn)
 
     def __call__(self, samples: Any) -> tuple[int, str, Any]:
-        asked = sum(sample is not None for sample in samples)
+        list_length = sum(sample is not None for sample in samples)
         batch = self.collate_fn(samples)
-        return (asked, "", batch) if self.keeps else (*counted(batch, asked), batch)
+        return (list_length, "", batch) if self.keeps else (*counted(batch, list_length), batch)

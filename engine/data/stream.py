@@ -195,12 +195,12 @@ class StreamFeed(Feed):
                 raise ValueError(
                     f"rank {self.group.rank} got no batch from {type(self.data).__name__} while other ranks did: give every rank some data"
                 )
-            own = shares(sizes, self.group.rank)
-            for j in range(len(own)):
+            shares_here = shares(sizes, self.group.rank)
+            for j in range(len(shares_here)):
                 if j < len(own_batches):
-                    yield own_batches[j], share_of(own, j, counts[j][1], False)
+                    yield own_batches[j], share_of(shares_here, j, counts[j][1], False)
                 else:
-                    yield spare, own[j]
+                    yield spare, shares_here[j]
 
     def _exchange_sizes(self, sizes: list[int], window: int, position: int) -> tuple[tuple[int, ...], ...]:
         """Exchange this rank's batch sizes in the next window, and let the guard compare the ranks' ``position`` after it.

@@ -36,7 +36,7 @@ class ReplayedStep:
     samples: list[int] | None = None
     """The step's samples in order, as indices in the dataset (for data of ready batches: the batches' indices); ``None``: they are not known."""
     data: str = "a stream"
-    """What the data is, if its samples are not known."""
+    """A name of the kind of data, for texts, if its samples are not known."""
     losses: list[list[float]] = field(default_factory=list)
     """By rank, the loss of each micro-batch; sum / count for an :class:`engine.Loss`."""
     metrics: dict[str, float] = field(default_factory=dict)

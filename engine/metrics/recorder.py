@@ -154,9 +154,9 @@ class Recorder:
             ValueError: the call asks for another weight, or another reduction.
         """
         if batch_size is not None or slot.reduce != "mean":
-            asked = f"reduce_fx={slot.reduce!r}" if slot.reduce != "mean" else f"batch_size={batch_size!r}"
+            option = f"reduce_fx={slot.reduce!r}" if slot.reduce != "mean" else f"batch_size={batch_size!r}"
             raise ValueError(
-                f"log({slot.name!r}, {asked}) got a Loss, which is logged as its sum / count and weighs by its count: leave the option out, or log "
+                f"log({slot.name!r}, {option}) got a Loss, which is logged as its sum / count and weighs by its count: leave the option out, or log "
                 "a number"
             )
         mean, count = mean_of(loss)

@@ -52,9 +52,9 @@ def shares(sizes: tuple[tuple[int, ...], ...], rank: int) -> tuple[Share, ...]:
     )
 
 
-def share_of(own: tuple[Share, ...], index: int, guess: str, repeated: bool) -> Share:
+def share_of(shares_here: tuple[Share, ...], index: int, guess: str, repeated: bool) -> Share:
     """A micro-batch's share, of those of its window: with a guess, and marked if it is empty."""
-    share = own[index]
+    share = shares_here[index]
     if guess or (not share.size and not repeated):
         return share._replace(empty=not share.size and not repeated, guess=guess)
     return share

@@ -18,61 +18,67 @@ NOTHING_SHOWN = "nothing in it shows it"
 _NO_VALUES = (str, bytes, int, float, bool, complex, type(None))
 
 
-def counted(batch: Any, asked: int | None = None) -> Count:
+def counted(batch: Any, list_length: int | None = None) -> Count:
     """Count the samples of a batch.
 
     Args:
-        asked: the number of samples from which the batch was made, if that is known. A batch that shows fewer has left some out.
+        list_length: the number of samples from which the batch was made, if that is known. A batch that shows fewer has left some out.
     """
-    # The usual case first, without a call, because this may be asked in every step: tensors with one first dimension.
-    if asked is None and type(batch) in (tuple, list) and batch and type(batch[0]) is Tensor:
+    # The usual case first, without a call, because this may be called in every step: tensors with one first dimension.
+    if list_length is None and type(batch) in (tuple, list) and batch and type(batch[0]) is Tensor:
         size = -1 if not batch[0].ndim or batch[0].is_nested else batch[0].shape[0]
         for item in batch:
             if type(item) is not Tensor or not item.ndim or item.is_nested or item.shape[0] != size:
                 break
         else:
             return size, ""
-    if (said := _said(batch)) is not None:
-        return said, ""
-    shown = list(_shown(batch))
-    return _without_asked(batch, shown) if asked is None else _with_asked(batch, shown, asked)
+    if (size_attribute := _size_attribute(batch)) is not None:
+        return size_attribute, ""
+    evidence = list(_evidence(batch))
+    return (
+        _without_list_length(batch, evidence)
+        if list_length is None
+        else _with_list_length(batch, evidence, list_length)
+    )
 
 
-def _with_asked(batch: Any, shown: list[set[int]], asked: int) -> Count:
+def _with_list_length(batch: Any, evidence: list[set[int]], list_length: int) -> Count:
     if batch is None:
         return 0, ""
-    if not shown or any(asked in sizes for sizes in shown):
-        return asked, ""
-    plain = [part for part in _entries(batch) if type(part) is Tensor and part.ndim > 1 and not part.is_nested]
-    if any(part.shape[1] == asked for part in plain):  # sequences with the time first
-        return asked, ""
-    fewer = sorted(size for size in set.intersection(*shown) if size < asked)
+    if not evidence or any(list_length in sizes for sizes in evidence):
+        return list_length, ""
+    tensors = [part for part in _entries(batch) if type(part) is Tensor and part.ndim and not part.is_nested]
+    fewer = sorted(size for size in set.intersection(*evidence) if size < list_length)
+    if tensors and all(
+        tensor.ndim > 1 and tensor.shape[1] == list_length for tensor in tensors
+    ):  # sequences with the time first
+        return list_length, "its first or its second dimension may be the samples" if fewer else ""
     if len(fewer) == 1:
         return fewer[0], ""
     if fewer:
         return fewer[-1], "its lists and tensors can be read in two ways"
-    sides = [{*part.shape[:2]} for part in _entries(batch) if type(part) is Tensor and part.ndim and not part.is_nested]
-    either = {size for size in set.intersection(*sides) if size < asked} if len(sides) > 1 else set()
+    sides = [{*tensor.shape[:2]} for tensor in tensors]
+    either = {size for size in set.intersection(*sides) if size < list_length} if len(sides) > 1 else set()
     if len(either) == 1:
         return either.pop(), "its tensors agree on it only if some have the samples in their second dimension"
-    if any(size < asked for sizes in shown for size in sizes):
-        return asked, "no tensor of it has as many rows as there were samples, and samples may have been left out"
-    return asked, ""
+    if any(size < list_length for sizes in evidence for size in sizes):
+        return list_length, "no tensor of it has as many rows as there were samples, and samples may have been left out"
+    return list_length, ""
 
 
-def _without_asked(batch: Any, shown: list[set[int]]) -> Count:
-    if not shown:
+def _without_list_length(batch: Any, evidence: list[set[int]]) -> Count:
+    if not evidence:
         plain = isinstance(batch, (_NO_VALUES, Tensor)) or any(True for _ in leaves(batch))
         return 1, "" if plain else NOTHING_SHOWN
-    common = set.intersection(*shown)
+    common = set.intersection(*evidence)
     if len(common) == 1:
         return common.pop(), ""
     first = batch_size(batch)
     why = "its tensors and lists differ in length" if not common else "its lists and tensors can be read in two ways"
-    return (min(shown[0]) if first is None else first), why
+    return (min(evidence[0]) if first is None else first), why
 
 
-def _said(batch: Any) -> int | None:
+def _size_attribute(batch: Any) -> int | None:
     """The ``batch_size`` of an object (PyG's ``Batch``, a ``TensorDict``, a user's class), or the number of sequences of a ``PackedSequence``."""
     if isinstance(batch, PackedSequence):
         return int(batch.batch_sizes[0])  # always on the host, so this does not wait for a device
@@ -87,24 +93,24 @@ def _said(batch: Any) -> int | None:
 def _entries(batch: Any) -> Sequence[Any]:
     """The parts of a batch; a batch without parts is one itself."""
     if type(batch) in (list, tuple):
-        return batch  # type: ignore[no-any-return]
+        return batch
     return list(parts_of(batch).values()) or [batch]
 
 
-def _shown(batch: Any) -> Iterator[set[int]]:
+def _evidence(batch: Any) -> Iterator[set[int]]:
     """For each part of a batch, the numbers of samples that it may show."""
     if type(batch) in (list, tuple):
         if not batch:
             yield {0}
             return
-        if sizes := _shown_by_samples(batch):
+        if sizes := _evidence_of_samples(batch):
             yield sizes
             return
-    yield from _shown_by(_entries(batch))
+    yield from _evidence_of_parts(_entries(batch))
 
 
-def _shown_by_samples(batch: Any) -> set[int]:
-    """What a list of samples that are not collated may show; empty: the batch is no such list, but has a part for each kind of value."""
+def _evidence_of_samples(batch: Any) -> set[int]:
+    """Numbers of samples that a list of samples may show; empty: the batch is collated, with a part for each kind of value."""
     size, first = len(batch), batch[0]
     if all(isinstance(entry, Mapping) for entry in batch):
         if size == 1 or any(entry.keys() != first.keys() for entry in batch):
@@ -117,7 +123,9 @@ def _shown_by_samples(batch: Any) -> set[int]:
     elif all(type(entry) is Tensor and entry.ndim > 1 and entry.ndim == first.ndim for entry in batch):
         return {size, *_lengths(batch)} if size > 3 else set()
     elif any(
-        isinstance(entry, (Tensor, list, tuple, Mapping)) or hasattr(entry, "shape") or _said(entry) is not None
+        isinstance(entry, (Tensor, list, tuple, Mapping))
+        or hasattr(entry, "shape")
+        or _size_attribute(entry) is not None
         for entry in batch
     ):
         return set()
@@ -130,23 +138,23 @@ def _lengths(batch: Any) -> set[int]:
     return lengths if len(lengths) == 1 and lengths != {-1} else set()
 
 
-def _shown_by(entries: Iterable[Any]) -> Iterator[set[int]]:
+def _evidence_of_parts(entries: Iterable[Any]) -> Iterator[set[int]]:
     for entry in entries:
         if isinstance(entry, Tensor):
             if entry.ndim:
                 yield {entry.size(0)}
-        elif (said := _said(entry)) is not None:
-            yield {said}
+        elif (size_attribute := _size_attribute(entry)) is not None:
+            yield {size_attribute}
         elif isinstance(entry, (list, tuple)) and not hasattr(entry, "_fields"):
-            yield _shown_by_list(entry)
+            yield _evidence_of_list(entry)
         elif isinstance(entry, (Mapping, list, tuple)) or parts_of(entry):
-            yield from _shown_by(parts_of(entry).values())
+            yield from _evidence_of_parts(parts_of(entry).values())
         elif isinstance(shape := getattr(entry, "shape", None), tuple) and shape:  # an array of numpy
             yield {int(shape[0])}
 
 
-def _shown_by_list(entries: Any) -> set[int]:
-    """What a list within a batch may show: one entry a sample or, if these are tensors of one length, tensors of all samples."""
+def _evidence_of_list(entries: Any) -> set[int]:
+    """Numbers of samples that a list within a batch may show: one entry a sample or, if these are tensors of one length, tensors of all samples."""
     lengths = {entry.size(0) for entry in entries if isinstance(entry, Tensor) and entry.ndim}
     tensors = [entry for entry in entries if isinstance(entry, Tensor) and entry.ndim]
     return {len(entries), *lengths} if len(lengths) == 1 and len(tensors) == len(entries) else {len(entries)}
