@@ -48,7 +48,8 @@ class Callback:
     A test has ``on_test_start``, ``on_test_epoch_start``, ``on_test_batch_start``, ``on_test_batch_end``, ``on_test_epoch_end`` and ``on_test_end``,
     a prediction ``on_predict_start``, ``on_predict_epoch_start``, ``on_predict_batch_start``, ``on_predict_batch_end``, ``on_predict_epoch_end`` and
     ``on_predict_end`` in the same order. ``on_save_checkpoint`` and ``on_load_checkpoint`` are called while a checkpoint is created or loaded,
-    ``on_checkpoint_saved`` and ``on_checkpoint_removed`` at the end of a step soon after a checkpoint is complete or deleted.
+    ``on_checkpoint_loaded`` once its weights are loaded, ``on_checkpoint_saved`` and ``on_checkpoint_removed`` at the end of a step soon after a
+    checkpoint is complete or deleted.
 
     The arguments of the events:
 

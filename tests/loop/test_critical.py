@@ -40,15 +40,14 @@ def kept(**settings: Any) -> ModelCheckpoint:
 
 @pytest.mark.parametrize("event", [*EVENTS, "teardown", "state_dict"])
 def test_no_event_of_it_ends_a_run(tmp_path: Path, event: str, caplog: pytest.LogCaptureFixture) -> None:
-    resumes = "load_" in event or event == "on_checkpoint_loaded"
-    if resumes:
+    if "load" in event:
         fit(tmp_path, max_steps=2, callbacks=[Watches(""), kept()]).run(Weight(), ones(6))
     watches, csv = Watches(event), CSVLogger()
     trainer = fit(tmp_path, num_sanity_val_steps=1, max_epochs=1, log_every_n_steps=1, callbacks=[watches, csv, kept()])
     method = next((stage for stage in ("test", "predict") if stage in event), "run")
     with caplog.at_level(logging.ERROR, "engine"):
         if method == "run":
-            resume = "last" if resumes else None
+            resume = "last" if "load" in event else None
             result = trainer.run(Predicts(), ones(6), ones(1), resume=resume)
             assert (result.status, result.step) == ("completed", 6)
         else:

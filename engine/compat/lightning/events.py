@@ -14,7 +14,7 @@ from engine.loop.run import Run
 from engine.step.gradients import Loss, nonzero
 from engine.utils.overrides import overridden
 
-_OURS = ("on_before_log", "on_log", "on_media", "on_checkpoint_saved", "on_checkpoint_removed")
+_OURS = ("on_before_log", "on_log", "on_media", "on_checkpoint_loaded", "on_checkpoint_saved", "on_checkpoint_removed")
 EVENTS = tuple(
     name for name in vars(Callback) if (name.startswith("on_") or name in ("setup", "teardown")) and name not in _OURS
 )
