@@ -156,7 +156,7 @@ class ModelCheckpoint(Callback):
             interval.start(run.step, run.epochs)
         self._plan_next(run.step)
         if self._is_own and run.continues_in_place:
-            self.names[run.step] = str(run.last_checkpoint).rpartition("/")[2]
+            self.names[run.step] = str(run.loaded_from).rpartition("/")[2]
         self._is_own = False
         # Another folder may have other checkpoints with the same names.
         existing_names = run.checkpoint_names() if run.continues_in_place else set()

@@ -173,8 +173,10 @@ class PreparedLoader:
         moves = self._moves and (device.type != "cpu" or dtype is not None)
         moves = moves or self.transfer is not None
         transfer = self.transfer or BatchTransfer()
-        # Creating a DataLoader's iterator draws a random number. In the middle of an epoch that was done before the resume, so it is undone.
-        with torch.random.fork_rng(devices=()) if start.position else contextlib.nullcontext():
+        # Creating a DataLoader's iterator draws a random number. In the middle of an epoch, and with persistent workers in any epoch but the first,
+        # that was done before the resume, so it is undone.
+        begun_before = start.position or (start.epoch > 0 and getattr(self.loader, "persistent_workers", False))
+        with torch.random.fork_rng(devices=()) if begun_before else contextlib.nullcontext():
             batches = self._feed.micro_batches(start.epoch, start.position, current.window, self.limit, start.state)
         # With hooks nothing is copied ahead: they may read the model, and are called when their batch is next.
         if moves and not self.transfer and accelerator.has_streams(device):

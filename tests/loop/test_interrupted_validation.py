@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.toys import fit, ones
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from callbacks import CSVLogger, JSONLLogger, ModelCheckpoint, TensorBoardLogger
 from engine import Callback, TrainModule
@@ -87,7 +88,7 @@ def train(root: Path, ends: Sequence[Callback], often_first: bool, resume: str |
     )
 
 
-@pytest.mark.parametrize("often_first", [True, False])
+@pytest.mark.parametrize("often_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("event", "how"),
     [
@@ -150,3 +151,53 @@ def test_an_epoch_that_was_cut_off_has_one_row(tmp_path: Path, limits: Any, moni
     assert points["loss_step"] == points_of(tmp_path / "whole")["loss_step"]
     lines = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss_epoch" in line.get("values", ())] == [8, 12]
+
+
+class Copies(Callback):
+    """Copies the run's folder as a kill before a step would leave it, and ends the run."""
+
+    def __init__(self, step: int, root: Path, copy: Path) -> None:
+        self.step, self.root, self.copy = step, root, copy
+
+    def on_train_batch_start(self, run: Any, *args: Any) -> None:
+        if run.step == self.step:
+            run.wait_for_checkpoint()
+            shutil.copytree(self.root, self.copy)
+            raise RuntimeError("planted")
+
+
+def test_checkpoints_beside_those_that_runs_have_resumed_from_are_removed(tmp_path: Path) -> None:
+    """The second run saves step 6 again, with its score; the third one resumes from there, and the fourth one knows neither."""
+    roots = [tmp_path / str(number) for number in range(3)]
+    with pytest.raises(RuntimeError, match="planted"):
+        train(roots[0], [Ends("on_validation_batch_end", "error", 6, tmp_path)], True, max_steps=14)
+    for number, step in enumerate((7, 13)):
+        with pytest.raises(RuntimeError, match="planted"):
+            train(roots[number], [Copies(step, roots[number], roots[number + 1])], True, "last", max_steps=14)
+        assert (roots[number + 1] / "checkpoints" / "step=00000006-v1").is_dir()
+    result = train(roots[2], [], True, "last", max_steps=14)
+    assert result.best_checkpoint == roots[2] / "checkpoints" / "step=00000006-v1"
+    names = sorted(path.name for path in (roots[2] / "checkpoints").iterdir())
+    assert names == ["step=00000006-v1", "step=00000009", "step=00000013", "step=00000014"]
+
+
+class Drops(Scored):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = torch.nn.Dropout(0.5)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.weight * self.drop(batch)).mean()
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_that_stay_draw_no_second_random_number(tmp_path: Path, persistent: bool) -> None:
+    def run(root: Path, resume: Path | None) -> float:
+        loader = DataLoader(torch.ones(8, 1), batch_size=2, num_workers=1, persistent_workers=persistent)
+        module = Drops()
+        fit(root, seed=3, max_epochs=3, callbacks=ModelCheckpoint(save_top_k=-1)).run(module, loader, resume=resume)
+        return module.weight.item()
+
+    whole = run(tmp_path / "whole", None)
+    for step in (4, 8):
+        assert run(tmp_path / str(step), tmp_path / "whole" / "checkpoints" / f"step={step:08d}") == whole

@@ -74,13 +74,10 @@ def test_without_a_score_it_is_refused_before_the_first_step(tmp_path: Path) -> 
 def test_a_run_that_scored_nothing_keeps_its_weights_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Stops(Weights):
-        def on_train_batch_end(self, run: Run, *args: Any) -> None:
-            super().on_train_batch_end(run, *args)
-            run.stop()
-
-    weights = Stops()
-    module, _, result = trained(tmp_path, val_every="1 epochs", callbacks=[weights, best(every="1 epochs")])
+    weights = Weights()
+    module, _, result = trained(
+        tmp_path, max_steps=1, val_every="1 epochs", callbacks=[weights, best(every="1 epochs")]
+    )
     assert result.step == 1
     assert weight_of(module) == weights.by_step[1]
     assert "the module keeps its last weights" in caplog.text

@@ -29,9 +29,9 @@ class Recipe:
 
 RECIPES = (
     Recipe("newest", (("2 steps", None, 2),)),
-    Recipe("best and newest", (("3 steps", "val_loss", 2), ("2 steps", None, 2))),
-    Recipe("newest and best", (("2 steps", None, 2), ("1 epochs", "val_loss", 1)), "0.25 epochs"),
-    Recipe("in batches", (("1 epochs", "val_loss", 2), ("3 steps", None, 1)), None, batches=3),
-    Recipe("between validations", (("2 steps", "val_loss", 1),), "1 epochs"),
+    Recipe("best first", (("3 steps", "val_loss", 2), ("2 steps", None, 2))),
+    Recipe("best last", (("2 steps", None, 2), ("1 epochs", "val_loss", 1)), "0.25 epochs"),
+    Recipe("batches", (("1 epochs", "val_loss", 2), ("3 steps", None, 1)), None, batches=3),
+    Recipe("between", (("2 steps", "val_loss", 1),), "1 epochs"),
     Recipe("stop", (("2 steps", None, 1), ("1 epochs", "val_loss", 1)), "5 steps", stop=(9, 31)),
 )
