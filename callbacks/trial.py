@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from engine import Callback, DataModule, Fit, TrainModule, isolated
-from engine.data.order import generators_of, restored
 
 _SWITCHED_OFF = {
     "fast_dev_run": False,
@@ -54,7 +56,7 @@ def train_copy(
     except Exception as error:
         raise TypeError(f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error})") from error
     trained.configure_callbacks = list  # type: ignore[method-assign]  # none
-    with isolated(), restored(generators_of(loader)), tempfile.TemporaryDirectory(prefix="fit-trial-") as folder:
+    with isolated(), _restored_generators(loader), tempfile.TemporaryDirectory(prefix="fit-trial-") as folder:
         trial = Fit(
             **{**_changed_settings(fit), **_SWITCHED_OFF, **settings, "callbacks": [callback], "root_dir": folder}
         )
@@ -77,3 +79,23 @@ def _changed_settings(fit: Fit | None) -> dict[str, Any]:
     if fit is None:
         return {}
     return {name: getattr(fit.settings, name) for name, origin in fit.origins.items() if origin != "default"}
+
+
+@contextlib.contextmanager
+def _restored_generators(loader: Any) -> Iterator[None]:
+    """Restore the generators of a loader and its samplers after the block."""
+    owners = [loader]
+    for name in ("batch_sampler", "sampler"):  # a batch sampler has a sampler, too
+        owners += [getattr(owner, name) for owner in list(owners) if getattr(owner, name, None) is not None]
+    generators = [
+        value
+        for owner in owners
+        for value in getattr(owner, "__dict__", {}).values()
+        if isinstance(value, torch.Generator)
+    ]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

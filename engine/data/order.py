@@ -550,7 +550,7 @@ def nested_samplers(sampler: Any) -> list[Any]:
 
 
 def generators_of(sampler: Any) -> list[Any]:
-    """The random number generators of a sampler or a loader, and of the samplers inside it."""
+    """The random number generators of a sampler, and of the samplers inside it."""
     kinds = _generator_classes()
     return [
         value
@@ -576,31 +576,21 @@ def seed_of(generator: Any) -> int:
 
 
 @contextlib.contextmanager
-def restored(generators: Iterable[Any]) -> Iterator[None]:
-    """Restore the states of the generators after the block."""
-    with contextlib.ExitStack() as stack:
-        for generator in generators:
-            if isinstance(generator, random.Random):
-                stack.callback(generator.setstate, generator.getstate())
-            elif hasattr(generator, "bit_generator"):
-                stack.callback(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-            else:
-                stack.callback(generator.set_state, generator.get_state())
-        yield
-
-
-@contextlib.contextmanager
 def reseeded(generators: list[tuple[Any, int]], epoch: int) -> Iterator[None]:
     """Seed the generators from the user's seeds and the epoch inside the block, and restore them afterwards."""
-    with restored(generator for generator, _ in generators):
+    with contextlib.ExitStack() as stack:
         for generator, seed in generators:
             new = mixed(seed, epoch)
             if isinstance(generator, torch.Generator):
+                stack.callback(generator.set_state, generator.get_state())
                 generator.manual_seed(new)
             elif isinstance(generator, random.Random):
+                stack.callback(generator.setstate, generator.getstate())
                 generator.seed(new)
             elif hasattr(generator, "bit_generator"):
+                stack.callback(setattr, generator.bit_generator, "state", generator.bit_generator.state)
                 generator.bit_generator.state = type(generator.bit_generator)(new).state
             else:
+                stack.callback(generator.set_state, generator.get_state())
                 generator.seed(new % 2**32)
         yield

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 from support.ranks import run_ranks
-from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from callbacks import find_lr
+from callbacks import find_lr, trial
 from callbacks.lr_finder import LRSweep
 from engine import Fit, Loss, TrainModule
-from engine.data.order import restored
 from engine.utils import accelerator
 
 CURVATURE = 4.0  # SGD diverges above 2 / 4
@@ -255,33 +254,13 @@ def test_nothing_of_the_user_changes(tmp_path):
     assert (fit.settings.max_epochs, fit.settings.seed) == (2, 5)
 
 
-@pytest.mark.parametrize("new", [lambda: torch.Generator().manual_seed(3), lambda: np.random.default_rng(3)])
-def test_the_generator_of_a_nested_sampler_stays_as_it_was(tmp_path, new):
-    class Shuffled(Sampler):
-        def __init__(self, generator):
-            self.generator = generator
-
-        def __iter__(self):
-            if isinstance(self.generator, torch.Generator):
-                return iter(torch.randperm(12, generator=self.generator).tolist())
-            return iter(self.generator.permutation(12).tolist())
-
-        def __len__(self):
-            return 12
-
-    generator = new()
+def test_the_generator_of_a_sampler_inside_a_batch_sampler_stays_as_it_was(tmp_path):
     data = TensorDataset(torch.randn(12, 1, dtype=torch.float64))
-    loader = DataLoader(
-        data,
-        batch_sampler=BatchSampler(Shuffled(generator), 4, drop_last=False),
-        collate_fn=lambda rows: torch.stack([row[0] for row in rows]),
-    )
-    loader.presharded = True  # it is read as it is, and its generators are not seeded for an epoch
-    fit = Fit(accelerator="cpu", devices=1, root_dir=tmp_path, callbacks=[])
-    find_lr(Quadratic(), loader, fit=fit, num_steps=5, picture=None)
-    with restored([generator]):
-        first = list(loader.batch_sampler)
-    assert first == list(BatchSampler(Shuffled(new()), 4, drop_last=False))
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data, generator=generator), 4, drop_last=False))
+    with trial._restored_generators(loader):
+        list(loader)
+    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(3).get_state())
 
 
 def test_weighted_losses_and_windows(tmp_path):
@@ -365,7 +344,7 @@ def test_a_picture_by_matplotlib(fit, tmp_path, monkeypatch):
 SCRIPT = """
 import sys, torch
 from torch.utils.data import DataLoader, TensorDataset
-from callbacks import find_lr
+from callbacks import find_lr, trial
 from engine import Fit, TrainModule
 
 class Line(TrainModule):
