@@ -48,23 +48,23 @@ class Order:
         """Blocks that no rank's backward pass reached when it was new; their steps are left out while they are frozen."""
         self._lengths = list(map(len, parts))
 
-    def settle(self, made: set[int], without_grad: set[int]) -> None:
-        """Remove parts of which no rank has ``made`` a step (by index), unless that is all, and those of blocks ``without_grad``."""
+    def settle(self, indices: set[int], without_grad: set[int]) -> None:
+        """Remove parts of which no rank has made a step (``indices``), unless that is all, and those of blocks ``without_grad``."""
         bounds = [0, *itertools.accumulate(self._lengths)]
-        idle = [range(low, high) for low, high in itertools.pairwise(bounds) if made.isdisjoint(range(low, high))]
+        idle = [range(low, high) for low, high in itertools.pairwise(bounds) if indices.isdisjoint(range(low, high))]
         dropped = set(itertools.chain.from_iterable(idle)) if len(idle) < len(self._lengths) else set()
-        not_made = self._not_made(made)
-        self.idle = {self.steps[index] for index in not_made} - {self.steps[index] for index in made}
-        self._remove(dropped | {index for index in not_made if self.steps[index] in without_grad})
+        left_out = self._left_out(indices)
+        self.idle = {self.steps[index] for index in left_out} - {self.steps[index] for index in indices}
+        self._remove(dropped | {index for index in left_out if self.steps[index] in without_grad})
         self.is_settled = True
 
-    def drop_old_places(self, made: set[int]) -> None:
-        """Remove the steps of blocks that ranks have ``made`` at another place (by index), after steps were added."""
-        elsewhere = {self.steps[index] for index in made}
-        self._remove({index for index in self._not_made(made) if self.steps[index] in elsewhere})
+    def drop_old_places(self, indices: set[int]) -> None:
+        """Remove the steps of blocks that ranks have made at another place (``indices``), after steps were added."""
+        elsewhere = {self.steps[index] for index in indices}
+        self._remove({index for index in self._left_out(indices) if self.steps[index] in elsewhere})
 
-    def _not_made(self, made: set[int]) -> list[int]:
-        return [index for index, step in enumerate(self.steps) if step >= 0 and index not in made]
+    def _left_out(self, indices: set[int]) -> list[int]:
+        return [index for index, step in enumerate(self.steps) if step >= 0 and index not in indices]
 
     def _remove(self, dropped: set[int]) -> None:
         """Remove steps by index, and the ends of blocks whose begin is removed."""
@@ -84,7 +84,7 @@ class Pass:
 
     def __init__(self, order: Order, blocks: BlockOrder) -> None:
         self.order, self._blocks, self._next = order, blocks, 0
-        self.made: set[int] = set()
+        self.indices: set[int] = set()
         """The indices of the steps that this rank has made by itself."""
         self.open: list[int] = []
         """Blocks that run now."""
@@ -95,11 +95,11 @@ class Pass:
         """Make the steps before ``step``, which this rank makes now."""
         steps, at = self.order.steps, self._next
         if at == len(steps) or steps[at] != step:
-            found = self._find(step)
-            at = self._add(step) if found is None else found
-            self._make(at)
+            index = self._find(step)
+            at = self._add(step) if index is None else index
+            self._run_until(at)
         self._next = at + 1
-        self.made.add(at)
+        self.indices.add(at)
         if step >= 0:
             self.open.append(step)
         elif ~step in self.open:
@@ -112,12 +112,12 @@ class Pass:
     def complete(self, until: int | None = None) -> None:
         """Make all steps that are left, or those before the step ``until``."""
         steps = self.order.steps
-        self._make(len(steps) if until is None else steps.index(until, self._next))
+        self._run_until(len(steps) if until is None else steps.index(until, self._next))
 
-    def _make(self, end: int) -> None:
+    def _run_until(self, end: int) -> None:
         while self._next < end:
             self._next += 1
-            self._blocks.make(self.order.steps[self._next - 1], self)
+            self._blocks.run_step(self.order.steps[self._next - 1], self)
 
     def _find(self, step: int) -> int | None:
         """The index of ``step`` among the steps that are left."""
@@ -143,9 +143,9 @@ class Pass:
         """
         added = self._blocks.steps_to_add(step, self)
         if not self.order.is_backward:  # other ranks may make the steps that are left
-            self._make(self._bound())
+            self._run_until(self._bound())
         at = self._blocks.agree(self._next, step, added, self)
-        self._make(at)
+        self._run_until(at)
         self.has_new = True
         self.order.steps[at:at] = added
         return self.order.steps.index(step, at)
@@ -197,8 +197,8 @@ class BlockOrder(FSDPSteps):
                 self._passes.pop(0)
         key = ("forward", has_grad, len(self._passes) if has_grad else 0)
         if key not in self._orders:
-            known = next((order.steps for order in self._orders.values() if not order.is_backward), None)
-            self._orders[key] = Order([known or list(_in_model(self._root, self._blocks))], False)
+            earlier = next((order.steps for order in self._orders.values() if not order.is_backward), None)
+            self._orders[key] = Order([earlier or list(_in_model(self._root, self._blocks))], False)
         if has_grad:
             self._passes.append(self._orders[key])
         self._forward = Pass(self._orders[key], self)
@@ -211,7 +211,7 @@ class BlockOrder(FSDPSteps):
         running.complete(None if self._own is None else ~self._own)
         self._forward = None
         if running.has_new:
-            running.order.drop_old_places(self._made_by_any(running))
+            running.order.drop_old_places(self._steps_of_any(running))
 
     def begin_forward(self, number: int) -> None:
         if self._forward is not None:
@@ -246,9 +246,9 @@ class BlockOrder(FSDPSteps):
     def _opposite(self) -> list[list[int]]:
         """The steps of the forward passes, backwards. The root begins once, and ends once."""
         parts = [[~step for step in reversed(order.steps)] for order in reversed(self._passes)]
-        own = self._own
-        if own is not None:
-            begins, ends = [part[0] == own for part in parts], [part[-1] == ~own for part in parts]
+        root = self._own
+        if root is not None:
+            begins, ends = [part[0] == root for part in parts], [part[-1] == ~root for part in parts]
             parts = [
                 part[begin and number > 0 : len(part) - (end and number < len(parts) - 1)]
                 for number, (part, begin, end) in enumerate(zip(parts, begins, ends, strict=True))
@@ -278,7 +278,7 @@ class BlockOrder(FSDPSteps):
         """Whether the pass reduces no block after the present one."""
         return not any(step < 0 and self._blocks[~step].is_trained for step in running.left())
 
-    def make(self, step: int, running: Pass) -> None:
+    def run_step(self, step: int, running: Pass) -> None:
         """Make a step that this rank leaves out."""
         number = max(step, ~step)
         if number in running.order.idle and number not in self._begun and not self._blocks[number].is_trained:
@@ -314,7 +314,7 @@ class BlockOrder(FSDPSteps):
         if reduces:
             self._unreached.clear()
         if not running.order.is_settled:
-            running.order.settle(self._made_by_any(running), self._without_grad_on_any())
+            running.order.settle(self._steps_of_any(running), self._without_grad_on_any())
 
     def _check_complete(self) -> None:
         """Check that the backward pass added nothing to gradients that were reduced before.
@@ -344,9 +344,9 @@ class BlockOrder(FSDPSteps):
 
     # -- the other ranks --------------------------------------------------------------------------------------------------------
 
-    def _made_by_any(self, running: Pass) -> set[int]:
+    def _steps_of_any(self, running: Pass) -> set[int]:
         """The indices of the steps that some rank has made by itself."""
-        return set().union(*gather_json(self._ranks, sorted(running.made)))
+        return set().union(*gather_json(self._ranks, sorted(running.indices)))
 
     def _without_grad_on_any(self) -> set[int]:
         return set().union(*gather_json(self._ranks, sorted(self._without_grad)))

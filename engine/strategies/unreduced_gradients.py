@@ -106,7 +106,7 @@ class PassCount:
     def __init__(self, position: Position) -> None:
         self.position = position
         self.alone = True
-        """Whether this is the engine's only wrapper, so that each backward pass is taken to reach it; else hooks on its outputs find that out."""
+        """No other wrapper is there: each backward pass is taken to reach the outputs. With others, hooks on the outputs find that out."""
         self.before = position.passes
         """The number of backward passes that had begun when the latest forward pass ended."""
         self.synced = False

@@ -196,7 +196,7 @@ class FSDPBlock:
 
     @property
     def reduces_fully(self) -> bool:
-        """Whether it reduces them over all ranks, and not only over those that share one copy of the model."""
+        """Whether the next ``end`` of a backward pass reduces gradients over all ranks, and not only over those that share one copy of the model."""
         return bool(self._group.reduce_grads and self._group.all_reduce_grads)
 
     @property
@@ -251,7 +251,7 @@ class FSDPBlock:
 
 
 class FSDPSteps:
-    """What follows the steps of blocks, by their numbers; see :class:`FSDPBlock`."""
+    """Follows the steps of blocks, by their numbers; see :class:`FSDPBlock`."""
 
     def begin_forward(self, number: int) -> None:
         """Called before a block gathers its parameters for a forward pass."""

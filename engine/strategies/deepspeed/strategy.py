@@ -326,7 +326,7 @@ class DeepSpeed(Strategy, OwnsStep):
         shards.mark_sharded(model.module)
         # In bf16 DeepSpeed has another optimizer for stage 1, which reduces all gradients at the step.
         if trains and self.zero_stage in (1, 2) and self.group.world_size > 1 and hasattr(wrapper, "process_gradients"):
-            ReducedOrder(self.group, wrapper, {id(p): name for name, p in model.module.named_parameters()})
+            ReducedOrder(self.group, wrapper)
         model.begin(engine, inner, own_shards if trains and self.zero_stage else None)
 
     def _complete(self, model: DrivenModel | None) -> dict[str, Any]:

@@ -713,23 +713,20 @@ ROUTES = {"from the first step": [[[0], [1]]], "later": [[[0, 1], [0, 1]], [[0],
 
 
 def routed(stage: int, routes: list[list[list[int]]]) -> Any:
-    """How far the parameters are from those of one process, or the error."""
+    """How far the parameters are from those of one process."""
     engine = Engine(accelerator="cpu", strategy=f"deepspeed_stage_{stage}")
     plain = Experts()
     model, optimizer = engine.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     whole = Experts()
     other = torch.optim.SGD(whole.parameters(), lr=0.1)
-    try:
-        for chosen in routes:
-            for rank in range(2):
-                (whole(data()[4 * rank :][:4], chosen[rank]) / 2).backward()
-            rank = engine.process_index
-            engine.backward(model(data()[4 * rank :][:4], chosen[rank]))
-            for o in (optimizer, other):
-                o.step()
-                o.zero_grad()
-    except RuntimeError as error:
-        return str(error)
+    for chosen in routes:
+        for rank in range(2):
+            (whole(data()[4 * rank :][:4], chosen[rank]) / 2).backward()
+        rank = engine.process_index
+        engine.backward(model(data()[4 * rank :][:4], chosen[rank]))
+        for o in (optimizer, other):
+            o.step()
+            o.zero_grad()
     state = engine.get_state_dict(model)  # only on rank 0
     return max(((whole.state_dict()[name] - value).abs().max().item() for name, value in state.items()), default=0.0)
 
@@ -1060,8 +1057,4 @@ def test_cpu_adam(tmp_path: Path) -> None:
 
 def test_ranks_that_reach_different_parameters(found: Any) -> None:
     for rank in found["routed"]:
-        error = rank.pop("2, from the first step")
-        assert "only rank 0 reached experts.0.norm.weight, experts.0.norm.bias, experts.0.linear.weight" in error
-        assert "only rank 1 reached experts.1.norm.weight" in error
-        assert "Use strategy='fsdp', 'deepspeed_stage_1'" in error
         assert max(rank.values()) < 1e-6
