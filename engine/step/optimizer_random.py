@@ -48,7 +48,7 @@ class OptimizerRandom:
         return self._gradient_sync.step_stream(optimizer)
 
     def explain(self, optimizer: Optimizer, error: Exception) -> str:
-        """What is behind an error of the optimizer's step, as :meth:`GradientSync.explain` says."""
+        """Explain an error of the optimizer's step, as :meth:`GradientSync.explain` does."""
         return self._gradient_sync.explain(error, f"the step of {type(optimizer).__name__}")
 
     def seed_of(self, stream: int, count: int) -> int:
