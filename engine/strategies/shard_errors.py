@@ -69,7 +69,7 @@ def watch_passes(model: nn.Module) -> None:
     """Refuse backward passes that create a graph: they need weights that are freed by then, and torch may read freed memory (a segmentation fault).
 
     In the passes through the first forward pass, ``torch.autograd.grad`` with respect to parameters is explained, too. Where the whole model is
-    compiled, only the first forward pass is watched. The cost is two Python calls for an output of the model.
+    compiled, only the first forward pass is watched. The cost is a few Python calls for an output of the model.
     """
 
     def check(gradient: Tensor) -> None:
