@@ -77,7 +77,7 @@ class EngineSnapshot:
     def __init__(self, prepared: Prepared, scaler: Scaler | None) -> None:
         self._prepared, self._scaler = prepared, scaler
         self._strategy, self._agreement = prepared.strategy, prepared.window.weights.agreement
-        self._checks: list[RemovableHandle] = []
+        self._checks: dict[int, RemovableHandle] = {}  # by id of the optimizer
 
     def check_after_first_step(self, optimizer: Optimizer) -> None:
         """After the optimizer's first step, check that its state can be stored, as a save would find out later.
@@ -85,27 +85,24 @@ class EngineSnapshot:
         If the run will save (``prepared.saves``), a state that cannot be stored is an error, otherwise a warning. torch's own optimizers are not
         checked, nor those whose state the strategy keeps.
         """
-        if (
-            is_of_torch(optimizer)
-            or self._strategy.owns_weights
-            or not hasattr(optimizer, "_optimizer_step_post_hooks")
-        ):
+        has_hooks = hasattr(optimizer, "_optimizer_step_post_hooks")
+        if is_of_torch(optimizer) or self._strategy.owns_weights or not has_hooks or id(optimizer) in self._checks:
             return
-
         is_checked = False
 
         def check(*_: Any) -> None:
             nonlocal is_checked
-            if not is_checked:  # it is removed later: torch iterates over the hooks now
+            if not is_checked:  # a hook cannot remove itself while torch goes through all of them
                 is_checked = True
                 self._check_state(optimizer)
 
-        self._checks.append(optimizer.register_step_post_hook(check))
+        self._checks[id(optimizer)] = optimizer.register_step_post_hook(check)
 
     def leave(self) -> None:
-        """Remove the checks after first steps."""
-        while self._checks:
-            self._checks.pop().remove()
+        """Remove the checks of all optimizers."""
+        for handle in self._checks.values():
+            handle.remove()
+        self._checks.clear()
 
     def _check_state(self, optimizer: Optimizer) -> None:
         """Raise, or warn about, what a save of the optimizer's state would raise. All ranks call this."""

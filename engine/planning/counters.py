@@ -82,9 +82,9 @@ def _grouped(rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> int:
     return 2 * rows.numel() * matrices.shape[-1]
 
 
-def _batched(matrices: Tensor, others: Tensor, *_: Any, **__: Any) -> int:
+def _batched(matrices: Tensor, factors: Tensor, *_: Any, **__: Any) -> int:
     """FLOPs of the products of matrices [batch, n, m] and [batch, m, p]."""
-    return 2 * matrices.numel() * others.shape[-1]
+    return 2 * matrices.numel() * factors.shape[-1]
 
 
 def _vector(matrix: Tensor, vector: Tensor, *_: Any, **__: Any) -> int:

@@ -95,7 +95,7 @@ class GradientSync:
         return None
 
     def explain(self, error: Exception, doing: str) -> str:
-        """What is behind an error that torch has raised, and what to do; empty if there is nothing to add.
+        """Explain an error that torch has raised: its cause, and what to do; empty if there is nothing to add.
 
         Args:
             doing: the beginning of the sentence: ``"the step of SGD"``, ``"the backward pass"`` or ``"the training step"``.

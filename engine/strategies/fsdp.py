@@ -338,7 +338,7 @@ class FSDP(Strategy):
         )
 
     def explain(self, error: Exception, doing: str) -> str:
-        return "" if self.group.world_size == 1 else shard_errors.explained(str(error), doing)
+        return "" if self.group.world_size == 1 else shard_errors.explanation(str(error), doing)
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         if self.group.world_size > 1:
@@ -385,9 +385,9 @@ class FSDP(Strategy):
 
     def _coordinates(self) -> dict[str, int]:
         """This rank's index along each axis of the mesh."""
-        rest, coordinates = self.group.rank, {}
+        quotient, coordinates = self.group.rank, {}
         for name in reversed(self._sizes):
-            rest, coordinates[name] = divmod(rest, self._sizes[name])
+            quotient, coordinates[name] = divmod(quotient, self._sizes[name])
         return coordinates
 
     def _draw_obstacle(self, parameters: Sequence[Tensor], differing: Set[str]) -> str:

@@ -1,4 +1,4 @@
-"""What cannot be done with sharded parameters: refused before the first step where it is known, explained where torch says it in its own words."""
+"""The limits of sharded parameters: refused before the first step where it is known, explained where torch says it in its own words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine.strategies.dtensors import is_dtensor
+from engine.strategies import dtensors
 from engine.utils import torch_private
 from engine.utils.parameters import of_classes
 from engine.utils.tree import leaves
@@ -38,7 +38,7 @@ def check_optimizer(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         ),
         None,
     )
-    if reason is not None and any(map(is_dtensor, parameters)):
+    if reason is not None and any(map(dtensors.is_dtensor, parameters)):
         raise ValueError(f"{cls.__name__} cannot step sharded parameters: {reason}. To go on, {_INSTEAD}")
 
 
@@ -69,16 +69,16 @@ def watch_passes(model: nn.Module) -> None:
     """Refuse backward passes that create a graph: they need weights that are freed by then, and torch may read freed memory (a segmentation fault).
 
     In the passes through the first forward pass, ``torch.autograd.grad`` with respect to parameters is explained, too. Where the whole model is
-    compiled, only the first forward pass is watched. The cost is two Python calls for an output of the model.
+    compiled, only the first forward pass is watched. The cost is a few Python calls for an output of the model.
     """
 
     def check(gradient: Tensor) -> None:
         if torch.is_grad_enabled():  # autograd enables it for passes that create a graph
-            raise RuntimeError(explained(_FREED, "a backward pass"))
+            raise RuntimeError(explanation(_FREED, "a backward pass"))
 
     def check_returned(gradient: Tensor) -> None:
         if any(torch_private.fate_of_gradient(p) == "returned" for p in model.parameters() if p.requires_grad):
-            raise RuntimeError(explained(_UNUSED, "a backward pass"))
+            raise RuntimeError(explanation(_UNUSED, "a backward pass"))
 
     is_first = True
 
@@ -101,8 +101,8 @@ _FREED = "storage of size 0"
 _UNUSED = "appears to not have been used in the graph"
 
 
-def explained(text: str, doing: str) -> str:
-    """What an error of torch means under a strategy that shards parameters; empty if it is another error.
+def explanation(text: str, doing: str) -> str:
+    """Say what an error of torch means under a strategy that shards parameters; empty if it is another error.
 
     Args:
         doing: what has raised it, as the beginning of a sentence.

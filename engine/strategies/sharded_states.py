@@ -1,4 +1,4 @@
-"""Which states of optimizers a checkpoint of sharded parameters can hold: those from which a resumed run continues alike."""
+"""The check of optimizers' states that a checkpoint of sharded parameters can hold: those from which a resumed run continues alike."""
 
 from __future__ import annotations
 

@@ -131,9 +131,9 @@ def set_states(saved: States) -> None:
         accelerator.module(kind).set_rng_state(device)
 
 
-def are_equal(one: States, other: States) -> bool:
+def are_equal(before: States, after: States) -> bool:
     """Whether two results of :func:`states` are equal: nothing was drawn in between."""
-    return _comparable(one) == _comparable(other)
+    return _comparable(before) == _comparable(after)
 
 
 def _comparable(saved: States) -> list[Any]:
