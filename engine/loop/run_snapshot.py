@@ -118,7 +118,7 @@ class RunSnapshot:
             self.module, self.trained(), shared=shared, streams=[self._stream()], facts=facts
         )
         recorder = self.logbook.training
-        logged_values = {
+        logged_values: dict[str, Any] = {
             "recorder": recorder.state_dict(),
             "metrics": metric_states(self.module),
             "logged": recorder.logged_metrics(),

@@ -382,7 +382,7 @@ class Recorder:
 
     def logged_metrics(self) -> dict[str, Any]:
         """By name, the logged torchmetrics objects with their options; for objects outside of the module, with their states."""
-        saved = {}
+        saved: dict[str, Any] = {}
         for slots in (self._of_hooks, self._of_steps):
             for name, slot in slots.items():
                 if slot.metric is not None:
