@@ -83,7 +83,7 @@ FAULTS = {
     ),
     "random numbers": Fault(
         "a resume draws a random number more", "engine/data/loader.py",
-        "with torch.random.fork_rng(devices=()) if start.position else contextlib.nullcontext():", "with contextlib.nullcontext():",
+        "with torch.random.fork_rng(devices=()) if begun_before else contextlib.nullcontext():", "with contextlib.nullcontext():",
         ("single",), axes=("dropout", "resume"),
     ),
     "members": Fault(
