@@ -357,7 +357,14 @@ def _by_odd_axis(rules: _Rules, both: tuple[str, str]) -> None:
             ddp="",
         )
         when(rules.case.body not in ("mlp", "tied"), body="mlp")
+        # An evaluation's batches are not those of the reference, which takes all samples at once.
+        when(True, val="", evaluated="", predicted=0, sanity=False, val_loaders=1, val_samples=5)
+        when(case.schedule == "val", schedule="epoch")
     if rules.case.again:
+        if case.seed % 2 or any(map(sharded, both)):  # others need manual optimization
+            when(True, door="engine", manual="", stop="", min_steps=0, average="", evaluated="", predicted=0)
+            when(True, datamodule=False, configured="", by_size=False, saves="", hook=False)
+            when(case.schedule == "val", schedule="epoch")
         when(
             True,
             loss="mean",
@@ -408,12 +415,7 @@ def _by_strategy(rules: _Rules, both: tuple[str, str]) -> None:
     when(any(map(model_parallel, both)), body="mlp", unused=False, none=0, door="fit")
     when(any(map(model_parallel, both)) or any(map(deepspeed, both)), again="")
     when(any(map(model_parallel, both)), conditional="", filtered=False)
-    when(
-        rules.case.again and rules.case.door == "fit" and any(map(sharded, both)),
-        door="engine",
-        manual="",
-        configured="",
-    )
+    when(rules.case.door == "fit" and any(map(sharded, both)), again="")  # which needs manual optimization
     when(pipelined(*both), shared=False, frozen=False, poison=-1, configured="")
     when(pipelined(*both) and case.optimizer == "two", optimizer="adam")
 
