@@ -144,7 +144,7 @@ class CheckpointFolder:
             return
         self._failures += 1
         self.lost.add(name)
-        message = f"checkpoint {name} was not written: {failures.told(error)}"
+        message = f"checkpoint {name} was not written: {failures.end_of_message(error)}"
         if self._failures >= self.max_failures:
             self._error = RuntimeError(
                 f"{message} ({self._failures} failure(s) in a row). Earlier checkpoints are unchanged"

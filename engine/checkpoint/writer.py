@@ -180,7 +180,7 @@ class CheckpointWriter:
         except Exception as error:
             if not failed:
                 raise
-            logger.error("the checkpoint in progress was abandoned: %s", failures.told(error))
+            logger.error("the checkpoint in progress was abandoned: %s", failures.end_of_message(error))
             self._staging = None  # not freed here: the thread still reads it
         with self._lock:
             if self._thread is not None:

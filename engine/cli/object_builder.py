@@ -216,8 +216,8 @@ def _without_entry(values: Any, path: Sequence[str]) -> Any:
     """A copy of nested mappings without the entry at ``path``, if there is one."""
     if not isinstance(values, Mapping) or path[0] not in values:
         return values
-    others = {name: value for name, value in values.items() if name != path[0]}
-    return others if len(path) == 1 else {**others, path[0]: _without_entry(values[path[0]], path[1:])}
+    entries = {name: value for name, value in values.items() if name != path[0]}
+    return entries if len(path) == 1 else {**entries, path[0]: _without_entry(values[path[0]], path[1:])}
 
 
 def type_of(action: argparse.Action) -> Any:

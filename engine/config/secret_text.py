@@ -99,13 +99,13 @@ def _without_secrets(values: Sequence[Any], key: str) -> list[Any]:
     """Hide the elements of a list: also the values of options (``["--password", "x"]``) and of pairs (``("password", "x")``)."""
     texts = [value for value in values if isinstance(value, str)]
     short_options = any(re.search(_COMMAND, text) for text in texts)
-    shown = []
+    elements = []
     name = ""
     for index, value in enumerate(values):
         if short_options and isinstance(value, str) and (option := re.fullmatch(_SHORT_OPTION, value)):
-            shown.append(f"{option[1]}{HIDDEN}")
+            elements.append(f"{option[1]}{HIDDEN}")
         else:
-            shown.append(without_secrets(value, key if is_secret_name(key) or not name else name))
+            elements.append(without_secrets(value, key if is_secret_name(key) or not name else name))
         name = ""
         if isinstance(value, str) and len(value) < 100:
             is_option = value.startswith("-") and "=" not in value
@@ -113,7 +113,7 @@ def _without_secrets(values: Sequence[Any], key: str) -> list[Any]:
                 name = "password"
             elif (is_option or (index == 0 and len(values) == 2)) and is_secret_name(value):
                 name = value
-    return shown
+    return elements
 
 
 def has_hidden(values: Any) -> bool:

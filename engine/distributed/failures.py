@@ -152,7 +152,7 @@ def is_shown_by_rank_0(environment: Environment) -> bool:
     return environment.parent_pid is not None and os.getppid() == environment.parent_pid
 
 
-def told(error: BaseException) -> str:
+def end_of_message(error: BaseException) -> str:
     """An error as the end of a message: its type and text. gloo says in three sentences that another rank is gone; that is one here."""
     return _GONE if _is_closed_connection(error) else f"{type(error).__name__}: {error}"
 

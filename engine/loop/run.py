@@ -70,8 +70,6 @@ class Run:
     """The number of evaluation batches and saves so far, which the watchdog counts as progress like training batches."""
     over = False
     """Whether the training has ended."""
-    pending_set_up: PendingSetUp | None = None
-    """The set-up of the training, while the module's ``on_load_checkpoint`` is called before it."""
     optimization: Optimization | None = None
     """The object that processes each micro-batch and each accumulation window; in trainings only."""
     exception: BaseException | None = None
@@ -79,6 +77,7 @@ class Run:
     """The number of optimizer steps at the start of this training: those of the run that it resumes."""
     nonfinite: tuple[str, ...] = ()
     """Names of weights that were not finite at the training's end; see :attr:`engine.Result.nonfinite`."""
+    _pending_set_up: PendingSetUp | None = None
     evaluating = False
     """Whether a validation, test or prediction is in progress, also within a training."""
 
@@ -394,9 +393,18 @@ class Run:
     @property
     def optimizers(self) -> list[Any]:
         """The prepared optimizers; empty before the training's setup, which the module's ``on_load_checkpoint`` completes by asking for them."""
-        if self.pending_set_up is not None:
-            self.pending_set_up.complete()
+        if self._pending_set_up is not None:
+            self._pending_set_up.complete()
         return self.optimizer_set.optimizers
+
+    @contextmanager
+    def before_set_up(self, set_up: PendingSetUp) -> Iterator[None]:
+        """Inside the block, hooks are called that come before the training's ``set_up``; one that asks for :attr:`optimizers` completes it."""
+        self._pending_set_up = set_up
+        try:
+            yield
+        finally:
+            self._pending_set_up = None
 
     @property
     def schedulers(self) -> list[Schedule]:

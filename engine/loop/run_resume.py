@@ -53,11 +53,8 @@ def resuming(run: Run, checkpoint: str | Path | Resume | None, set_up: PendingSe
             return
         checkpoints.folder.protected = {loaded.name, *loaded.passed}
         resumption = Resumption(run, loaded, how)
-        run.pending_set_up = set_up
-        try:
+        with run.before_set_up(set_up):
             resumption.before_set_up()
-        finally:
-            run.pending_set_up = None
         yield resumption
 
 

@@ -30,7 +30,7 @@ class SkippedSteps:
         self.in_a_row: dict[int, int] = {}
         """By id of the first of the optimizers that step together, how many of their steps were skipped since the latest applied one."""
         self.is_told = False
-        """Whether :meth:`tell` was called."""
+        """Whether :meth:`warn_of_first` was called."""
 
     def add(self, optimizers: Sequence[Optimizer]) -> int:
         """Count a skipped step of ``optimizers``; return how many of their steps were skipped in a row."""
@@ -43,12 +43,12 @@ class SkippedSteps:
         """Note that a step of ``optimizers`` was applied."""
         self.in_a_row.pop(id(optimizers[0]) if optimizers else 0, None)
 
-    def tell(self, reason: str, where: str) -> None:
+    def warn_of_first(self, reason: str, where: str) -> None:
         """Warn at the first skipped step. ``reason``: the rule that skipped it; ``where``: the end of the message, with names of parameters."""
         self.is_told = True
         if not self.is_told_here:
             return
-        most = (
+        next_rule = (
             "no number of them in a row is an error (max_skipped_steps=None)"
             if self.limit is None
             else f"max_skipped_steps={self.limit} in a row are an error"
@@ -58,5 +58,5 @@ class SkippedSteps:
             "the result), and %s",
             reason,
             where,
-            most,
+            next_rule,
         )

@@ -178,7 +178,7 @@ class Verdicts:
         in_a_row = skips.add(optimizers)
         rule = "on_nonfinite='skip'" if self._scaler is None else "fp16, whose loss scale is lowered now"
         if not skips.is_told:
-            skips.tell(rule, self._where_nonfinite() if at_once else "")
+            skips.warn_of_first(rule, self._where_nonfinite() if at_once else "")
         if skips.limit is None or in_a_row < skips.limit:
             return
         scale = None if self._scaler is None else self._scaler.get_scale()
