@@ -81,8 +81,7 @@ class Fit:
         global_batch_size: Samples of one optimizer step over all ranks; the window is derived from it, at any world size.
         gradient_clip_val: Maximum gradient norm, or absolute value, after clipping; ``None`` or 0: no clipping.
         gradient_clip_algorithm: ``"norm"``: the global norm over all parameters and ranks. ``"value"``: each element on its own.
-        val_every: How often to validate: ``"1 epochs"``, ``500`` steps, ``0.25`` of an epoch, ``"10 min"``; ``None``: never. A training that
-            ``run.stop()``, early stopping or ``max_time`` ends validates its last step, too.
+        val_every: How often to validate: ``"1 epochs"``, ``500`` steps, ``0.25`` of an epoch, ``"10 min"``; ``None``: never.
         num_sanity_val_steps: Validation batches to try before training starts; 0: none, -1: all.
         limit_train_batches: Micro-batches of an epoch on each rank: an int is a number (0: none), a float in (0, 1] a fraction, ``None``
             all.

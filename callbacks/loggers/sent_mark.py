@@ -42,7 +42,7 @@ class SentMark:
     def take_back(self, position: Position) -> range:
         """Forget what was sent at the same step after ``position``; return its numbers."""
         step, number = position
-        last = max(numbered for at, numbered in (self.sent, self.doubtful or START) if at == step or not numbered)
+        last = max((numbered for at, numbered in (self.sent, self.doubtful or START) if at == step), default=0)
         if last <= number:
             return range(0)
         self.sent, self.doubtful = min(self.sent, position), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.checkpoint.tensor_files import is_dtensor
 from engine.distributed.collectives import gather_json
 from engine.loop.run import Run
 from engine.loop.state import status_of
@@ -28,7 +29,7 @@ def check_trained(run: Run) -> None:
     assert optimization is not None
     if run.state.step != run.first_step or not run.state.batches or status_of(run.stop_reason) != "completed":
         return
-    if optimization.windows_without_loss and not run.module.may_train_nothing:
+    if optimization.windows_without_loss and run.optimizers and not run.module.may_train_nothing:
         raise ValueError(without_loss(run.module, optimization.windows_without_loss))
     if not run.module.automatic_optimization and run.optimizers and run.is_main_process:
         logger.warning(
@@ -69,12 +70,12 @@ def report_nonfinite(run: Run) -> None:
 @torch.no_grad()
 def _nonfinite(run: Run) -> list[str]:
     """The names of this rank's trained parameters that are not finite, and of its buffers with a NaN; a buffer may be infinite, as a mask is."""
-    strategy, flags = run.engine.strategy, dict[str, Tensor]()
+    flags = dict[str, Tensor]()
     for name, parameter in run.module.named_parameters():
-        if parameter.requires_grad and (values := _values(strategy.local([parameter])[0])) is not None:
+        if parameter.requires_grad and (values := _values(parameter)) is not None:
             flags[name] = ~values.isfinite().all()
     for name, buffer in run.module.named_buffers():
-        if (values := _values(strategy.local([buffer])[0])) is not None:
+        if (values := _values(buffer)) is not None:
             flags[name] = values.isnan().any()
     if not flags:
         return []
@@ -83,7 +84,9 @@ def _nonfinite(run: Run) -> list[str]:
 
 
 def _values(tensor: Tensor) -> Tensor | None:
-    """The tensor's values in a format that can be checked; ``None`` if there are none: it has no elements here, or is of integers."""
+    """This rank's values of a tensor in a format that can be checked; ``None`` if there are none: it has no elements here, or is of integers."""
+    if is_dtensor(tensor):
+        tensor = tensor.to_local()  # type: ignore[attr-defined]
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.device.type == "meta" or not tensor.numel():
         return None
     return tensor.float() if tensor.element_size() == 1 else tensor

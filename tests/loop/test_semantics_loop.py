@@ -509,7 +509,7 @@ def test_an_error_in_any_hook_reaches_all_and_is_raised_unchanged(tmp_path: Path
     first, last = Watch(), Watch()
     module, callback = Logs(), Callback()
     callback.takes = frozenset({"text"} if name == "on_media" else ())
-    if "load_" in name:
+    if "load_" in name or name.endswith("loaded"):
         fit(tmp_path, callbacks=[Callback(), Saves()]).run(Logs(), ones(1))  # something to resume from
     setattr(module if owner == "module" else callback, name, raises(error))
     trainer = fit(
@@ -523,7 +523,10 @@ def test_an_error_in_any_hook_reaches_all_and_is_raised_unchanged(tmp_path: Path
     data = DataLoader(torch.ones(4, 1), num_workers=1, multiprocessing_context="fork")
     given = None if name in ("train_dataloader", "test_dataloader", "predict_dataloader") else data
     more = (
-        {"val_loaders": None if name == "val_dataloader" else data, "resume": "last" if "load_" in name else None}
+        {
+            "val_loaders": None if name == "val_dataloader" else data,
+            "resume": "last" if "load_" in name or name.endswith("loaded") else None,
+        }
         if method == "run"
         else {}
     )
