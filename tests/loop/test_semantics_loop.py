@@ -510,7 +510,9 @@ def test_an_error_in_any_hook_reaches_all_and_is_raised_unchanged(tmp_path: Path
     module, callback = Logs(), Callback()
     callback.takes = frozenset({"text"} if name == "on_media" else ())
     if "load_" in name or name.endswith("loaded"):
-        fit(tmp_path, callbacks=[Callback(), Saves()]).run(Logs(), ones(1))  # something to resume from
+        fit(tmp_path, callbacks=[Callback(), Saves()]).run(
+            Logs(), DataLoader(torch.ones(4, 1))
+        )  # something to resume from
     setattr(module if owner == "module" else callback, name, raises(error))
     trainer = fit(
         tmp_path,
