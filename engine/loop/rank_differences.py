@@ -25,22 +25,24 @@ MAX_FALSE_ALARMS = 3
 
 
 def watch_differences(run: Run) -> None:
-    """Compare, from here on, with each agreement of the ranks what must be the same on all of them; the first comes before the first step.
+    """Compare, from here on, with each agreement of the ranks and each save what must be the same on all of them; the first agreement comes before
+    the first step.
 
     Under a pipeline, where ranks have different parameters and groups, nothing is compared.
     """
     engine = run.engine
     if engine.group.world_size > 1 and not engine.strategy.pipelined:
-        run.control.agreement.compared = RankDifferences(engine.group, engine.strategy, run.module, run.optimizer_set)
+        differences = RankDifferences(engine.group, engine.strategy, run.module, run.optimizer_set)
+        run.control.agreement.compared = engine.checkpoint_writer.compared = differences
 
 
 class RankDifferences(Compared):
     """What the ranks of a training must have in common: plain values in the optimizers' groups (learning rates, weight decay), the ``requires_grad``
     of each parameter, and the values of parameters that each rank has whole.
 
-    A checksum of the first two travels with the ranks' :class:`engine.distributed.agreement.Agreement`. So do the parameters' version counters, which
-    every change in place raises: only when a rank has changed parameters alone are their values compared. A change through ``p.data`` raises none;
-    :class:`callbacks.ReplicaCheck` compares the values themselves.
+    A checksum of the first two travels with the ranks' :class:`engine.distributed.agreement.Agreement` and with saves. So do the parameters' version
+    counters, which every change in place raises: only when a rank has changed parameters alone are their values compared. A change through
+    ``p.data`` raises none; :class:`callbacks.ReplicaCheck` compares the values themselves.
 
     Args:
         group: the ranks.
@@ -103,7 +105,9 @@ class RankDifferences(Compared):
             "A callback, a hook or a schedule must set them on all ranks, to one value: share what only one rank knows with "
             "engine.processes.broadcast_object",
         )
-        trained = {f"{name}.requires_grad": bool(flag) for name, flag in zip(self._model.named, self._trained, strict=True)}
+        trained = {
+            f"{name}.requires_grad": bool(flag) for name, flag in zip(self._model.named, self._trained, strict=True)
+        }
         self._check_equal(
             "trained parameters", trained, "Freeze and unfreeze parameters on all ranks, at the same step"
         )

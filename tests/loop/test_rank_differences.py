@@ -60,6 +60,13 @@ def edit(run: Any, module: Any) -> None:
         module.second.weight[0, 1] += 1.0
 
 
+def edit_and_save(run: Any, module: Any) -> None:
+    if run.rank == 1:
+        edit(run, module)
+    run.save_checkpoint("edited")
+    raise AssertionError("an edited parameter was saved")
+
+
 def rewrite(run: Any, module: Any) -> None:
     """An edit that changes no value."""
     with torch.no_grad():
@@ -103,6 +110,11 @@ def rank_edit_on_both() -> str:
     return attempt(Change(edit, ranks=(0, 1)))
 
 
+def rank_edit_before_a_save() -> str:
+    """The save comes before the next agreement."""
+    return attempt(Change(edit_and_save, ranks=(0, 1)))
+
+
 def rank_rewrite() -> str:
     return attempt(Change(rewrite))
 
@@ -125,6 +137,7 @@ RATE = "optimizer 0, group 0, lr: rank 0 has 0.1, rank 1 has 0.2"
         ("freeze_fsdp", "first.bias.requires_grad: rank 0 has True, rank 1 has False"),
         ("edit", "second.weight: rank 0 has 'torch.float32, [1, 3], checksum "),
         ("edit_on_both", "step 40"),
+        ("edit_before_a_save", "second.weight: rank 0 has 'torch.float32, [1, 3], checksum "),
         ("rewrite", "step 40"),
     ],
 )
