@@ -205,11 +205,16 @@ class CheckpointWriter:
         def work() -> list[Any]:
             packed.pack(content)
             name = folder.free_name(request.name) if self.group.is_main else None
-            return [packed.rows == self._rows, name, None if self.compared is None else self.compared.numbers()]
+            numbers = [] if self.compared is None else [*self.compared.numbers(), self.compared.values()]
+            return [packed.rows == self._rows, name, numbers]
 
         answers = all_or_none(self.group, work)
-        if self.compared is not None and any(numbers != answers[0][2] for *_, numbers in answers):
-            self.compared.compare()
+        if self.compared is not None:
+            rows = [numbers for *_, numbers in answers]
+            if any(row[:-1] != rows[0][:-1] for row in rows):
+                self.compared.compare()
+            if any(row[-1] != rows[0][-1] for row in rows):
+                self.compared.warn_of_values()
         if not all(is_unchanged for is_unchanged, *_ in answers):
             self._own_names, self._rows = assign(gather_json(self.group, packed.rows), self.group.rank), packed.rows
         packed.merge_trees()

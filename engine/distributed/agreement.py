@@ -44,6 +44,14 @@ class Compared(ABC):
         """Two integers below 2**53, which are equal on all ranks if the state is. They must not wait for a device."""
 
     @abstractmethod
+    def values(self) -> int:
+        """A checksum of values on the device, which is 0 on all ranks where none are compared. It waits for the device."""
+
+    @abstractmethod
+    def warn_of_values(self) -> None:
+        """Compare the values themselves, because their checksums differ, and warn. All ranks call this together."""
+
+    @abstractmethod
     def compare(self) -> None:
         """Compare the state itself, because the numbers differ. All ranks call this together.
 

@@ -6,7 +6,8 @@ import zlib
 from operator import attrgetter
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from engine.distributed.agreement import Compared
 from engine.distributed.collectives import gather_json
@@ -15,11 +16,14 @@ from engine.loop.rank_checks import MAX_LISTED, comparable, fingerprint
 from engine.loop.run import Run
 from engine.step.optimizers import OptimizerSet
 from engine.strategies.base import Strategy
+from engine.strategies.ddp import DDP
 from engine.strategies.model_structure import TrainedParameters
 from engine.utils.errors import CheckError
+from engine.utils.log import logger
 from engine.utils.parameters import is_sharded
 
 _requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MAX_FALSE_ALARMS = 3
 """How often the ranks compare parameters that some of them have changed alone, without finding a difference, until they stop looking for edits."""
 
@@ -42,7 +46,8 @@ class RankDifferences(Compared):
 
     A checksum of the first two travels with the ranks' :class:`engine.distributed.agreement.Agreement` and with saves. So do the parameters' version
     counters, which every change in place raises: only when a rank has changed parameters alone are their values compared. A change through
-    ``p.data`` raises none; :class:`callbacks.ReplicaCheck` compares the values themselves.
+    ``p.data`` raises none. Under DDP a save compares a checksum of the values, too, and warns once, because a device's kernels may round
+    differently on each rank; :class:`callbacks.ReplicaCheck` compares them at other times.
 
     Args:
         group: the ranks.
@@ -65,6 +70,7 @@ class RankDifferences(Compared):
         self._versions = self._current_versions()
         self._settings: list[list[dict[str, Any]]] = []
         self._trained = b""
+        self._compares_values, self._has_warned = isinstance(strategy, DDP), False
         self._false_alarms = 0
 
     def numbers(self) -> tuple[float, float]:
@@ -116,8 +122,8 @@ class RankDifferences(Compared):
     def _compare_edits(self) -> None:
         """Compare the values of the parameters that the ranks have changed at different times."""
         changes = [now - before for now, before in zip(self._current_versions(), self._versions, strict=True)]
-        rows = gather_json(self._group, changes)
-        edited = [name for name, *counts in zip(self._replica_names, *rows, strict=True) if len(set(counts)) > 1]
+        rows = gather_json(self._group, dict(zip(self._replica_names, changes, strict=True)))
+        edited = [name for name in self._replica_names if len({row.get(name) for row in rows}) > 1]
         self._check_equal(
             "parameters",
             {name: fingerprint(self._model.named[name]) for name in edited},  # waits for the device
@@ -128,6 +134,29 @@ class RankDifferences(Compared):
         self._false_alarms += bool(edited)
         if self._false_alarms == MAX_FALSE_ALARMS:  # something changes them one by one and alike
             self._replica_names, self._replicas, self._versions = [], [], []
+
+    def values(self) -> int:
+        return sum(self._sums())
+
+    def _sums(self) -> list[int]:
+        """The sum over the bits of each replica under DDP."""
+        if not self._compares_values or self._has_warned or not self._replicas:
+            return []
+        sums = [_sum_of_bits(p.detach()) for p in self._replicas]
+        return torch.stack([total.to(sums[0].device) for total in sums]).tolist()  # waits for the device once
+
+    def warn_of_values(self) -> None:
+        rows = gather_json(self._group, dict(zip(self._replica_names, self._sums(), strict=True)))
+        self._has_warned = True
+        names = [name for name in self._replica_names if len({row.get(name) for row in rows}) > 1]
+        if names and self._group.is_main:
+            logger.warning(
+                "the ranks have different values of %s%s, although each has the whole model; rank 0's are saved. Either a callback, a hook or the "
+                "module has changed them on some ranks only, or to different values, or a device computes differently: ReplicaCheck finds the step "
+                "and the rank",
+                ", ".join(names[:MAX_LISTED]),
+                f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "",
+            )
 
     def _current_versions(self) -> list[int]:
         return list(map(_version, self._replicas))
@@ -145,6 +174,14 @@ class RankDifferences(Compared):
             more = [f"  and {len(differences) - MAX_LISTED} more"] if len(differences) > MAX_LISTED else []
             listed = "\n".join(differences[:MAX_LISTED] + more)
             raise CheckError(f"the {what} differ between the ranks:\n{listed}\n{advice}")
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's elements, taken as integers; 0 for classes of tensors that have no bits of their own. Shape ``()``."""
+    integers = _INTEGERS.get(tensor.element_size())
+    if integers is None or hasattr(tensor, "__tensor_flatten__"):
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    return tensor.contiguous().view(integers).sum(dtype=torch.int64)
 
 
 def _left_out_by_ddp(module: nn.Module) -> set[str]:

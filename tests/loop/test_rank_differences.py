@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -67,6 +68,13 @@ def edit_and_save(run: Any, module: Any) -> None:
     raise AssertionError("an edited parameter was saved")
 
 
+def draw_and_save(run: Any, module: Any) -> None:
+    """Each rank sets its own values, as often as the others, and past the version counters."""
+    module.second.weight.data.fill_(float(run.rank))
+    run.save_checkpoint("drawn")
+    run.save_checkpoint("drawn again")
+
+
 def rewrite(run: Any, module: Any) -> None:
     """An edit that changes no value."""
     with torch.no_grad():
@@ -115,6 +123,16 @@ def rank_edit_before_a_save() -> str:
     return attempt(Change(edit_and_save, ranks=(0, 1)))
 
 
+def rank_warnings_of_values() -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("engine").addHandler(handler)
+    attempt(Change(draw_and_save, ranks=(0, 1)))
+    logging.getLogger("engine").removeHandler(handler)
+    return records
+
+
 def rank_rewrite() -> str:
     return attempt(Change(rewrite))
 
@@ -144,3 +162,9 @@ RATE = "optimizer 0, group 0, lr: rank 0 has 0.1, rank 1 has 0.2"
 def test_what_differs_is_named_on_all_ranks(by_rank: dict[str, list[str]], name: str, part: str) -> None:
     for text in by_rank[name]:
         assert part in text
+
+
+def test_a_save_warns_of_replicas_with_different_values(by_rank: dict[str, list[list[str]]]) -> None:
+    (warning,), others = by_rank["warnings_of_values"]
+    assert warning.startswith("the ranks have different values of second.weight, although each has the whole model")
+    assert not others
