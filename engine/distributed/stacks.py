@@ -30,8 +30,6 @@ from torch import Tensor, nn
 
 from engine.utils import accelerator, garbage, torch_private
 
-_WAITING_WRAPPER = str(Path("deepspeed", "utils", "nvtx.py"))
-"""DeepSpeed's wrapper around functions, the innermost frame of one that waits for a collective in native code."""
 _LIBRARIES = tuple(
     {
         str(Path(__file__).resolve().parents[1]),
@@ -47,12 +45,9 @@ _WAITING_CODE = (
     str(Path(__file__).resolve().parent),
 )
 # Modules of code that gathers and reduces a model in blocks.
-_SHARDING = (
-    "torch.distributed.fsdp.",
-    "torch.distributed._composable.",
-    "deepspeed.runtime.zero.",
-    "engine.utils.torch_private",
-)
+_sharding: tuple[str, ...] = ("torch.distributed.fsdp.", "torch.distributed._composable.", "engine.utils.torch_private")
+_waiting_wrappers: tuple[str, ...] = ()
+"""Ends of the paths of files whose frame is the innermost one of a thread that waits for a collective in native code."""
 _BLOCKS = ("module", "current_submodule", "sub_module", "params_to_reduce", "self")
 """The locals of such code that are a block, its parameters, or the object that has it."""
 _LOADERS = {
@@ -110,13 +105,25 @@ def position(thread: int) -> Position:
     line = _user_line(lines)
     innermost = "" if line.startswith(f"{file}:{number} ") else f" (now in {Path(file).name}:{number} {function})"
     activity = f"; it is {_doing[thread]}" if thread in _doing else ""
-    waits = file.startswith(_WAITING_CODE) or file.endswith(_WAITING_WRAPPER)
+    waits = file.startswith(_WAITING_CODE) or file.endswith(_waiting_wrappers)
     return Position(
         line + innermost + activity,
         waits,
         debugged,
         not waits and _DEVICE_WAITS.search(_call_source(thread, lines[0])) is not None,
     )
+
+
+def know_sharding(modules: str, waiting_wrapper: Path) -> None:
+    """Let reports know another library that shards models.
+
+    Args:
+        modules: the start of the names of its modules that gather and reduce a model in blocks.
+        waiting_wrapper: the end of the path of its file through which it calls native code that waits for other ranks.
+    """
+    global _sharding, _waiting_wrappers
+    if modules not in _sharding:
+        _sharding, _waiting_wrappers = (*_sharding, modules), (*_waiting_wrappers, str(waiting_wrapper))
 
 
 @dataclass(frozen=True)
@@ -160,7 +167,7 @@ def blocks(thread: int) -> list[nn.Module | Tensor]:
     frames_of_threads = _frames()
     frames = frames_of_threads.pop(thread, [])
     for frame in itertools.chain(frames, *frames_of_threads.values()):
-        if str(frame.f_globals.get("__name__")).startswith(_SHARDING):
+        if str(frame.f_globals.get("__name__")).startswith(_sharding):
             with garbage.postponed():  # as in late_workers
                 values = [frame.f_locals.get(name) for name in _BLOCKS]
             for value in values:

@@ -41,8 +41,8 @@ def watch_differences(run: Run) -> None:
 
 
 class RankDifferences(Compared):
-    """What the ranks of a training must have in common: plain values in the optimizers' groups (learning rates, weight decay), the ``requires_grad``
-    of each parameter, and the values of parameters that each rank has whole.
+    """The state that the ranks of a training must have in common: plain values in the optimizers' groups (learning rates, weight decay), the
+    ``requires_grad`` of each parameter, and the values of parameters that each rank has whole.
 
     A checksum of the first two travels with the ranks' :class:`engine.distributed.agreement.Agreement` and with saves. So do the parameters' version
     counters, which every change in place raises: only when a rank has changed parameters alone are their values compared. A change through
@@ -59,11 +59,11 @@ class RankDifferences(Compared):
     def __init__(self, group: Group, strategy: Strategy, module: nn.Module, optimizers: OptimizerSet) -> None:
         self._group, self._module, self._optimizers = group, module, optimizers
         self._model = TrainedParameters(module)
-        own = _left_out_by_ddp(module)
+        left_out = _left_out_by_ddp(module)
         self._replica_names = [
             name
             for name, p in self._model.named.items()
-            if name not in own and not (is_sharded(p) or p.is_meta or p.is_inference())
+            if name not in left_out and not (is_sharded(p) or p.is_meta or p.is_inference())
             if not isinstance(p, nn.UninitializedParameter) and strategy.flat_range(p) is None
         ]
         self._replicas = [self._model.named[name] for name in self._replica_names]

@@ -130,7 +130,7 @@ def rank_warnings_of_values() -> list[str]:
     logging.getLogger("engine").addHandler(handler)
     attempt(Change(draw_and_save, ranks=(0, 1)))
     logging.getLogger("engine").removeHandler(handler)
-    return records
+    return [record for record in records if "different values" in record]  # a busy machine gives others
 
 
 def rank_rewrite() -> str:
