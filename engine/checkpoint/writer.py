@@ -22,6 +22,7 @@ from engine.checkpoint.retention import CheckpointFolder
 from engine.checkpoint.staging import Staging
 from engine.checkpoint.storage import Draft, Packed
 from engine.distributed import failures
+from engine.distributed.agreement import Compared
 from engine.distributed.collectives import all_or_none, gather_json
 from engine.distributed.group import Group
 from engine.utils import device_copies
@@ -80,6 +81,8 @@ class CheckpointWriter:
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self.compared: Compared | None = None
+        """State that the ranks compare before each save, in the exchange that a save makes anyway."""
         self._job: _Job | None = None
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None  # writes the jobs of the queue
@@ -102,6 +105,7 @@ class CheckpointWriter:
             TypeError: a value cannot be stored; the message says where it is.
             OSError: the disk is full, a permission is missing, and the like; not if the request is asynchronous or tolerant.
             RankError: another rank failed; the message has its error. There is no new checkpoint then, and earlier ones are unchanged.
+            CheckError: ranks differ in :attr:`compared`.
         """
         self.wait(folder)
         job, late = self._prepare(folder, content, request)
@@ -200,10 +204,18 @@ class CheckpointWriter:
 
         def work() -> list[Any]:
             packed.pack(content)
-            return [packed.rows == self._rows, folder.free_name(request.name) if self.group.is_main else None]
+            name = folder.free_name(request.name) if self.group.is_main else None
+            numbers = [] if self.compared is None else [*self.compared.numbers(), self.compared.values()]
+            return [packed.rows == self._rows, name, numbers]
 
         answers = all_or_none(self.group, work)
-        if not all(is_unchanged for is_unchanged, _ in answers):
+        if self.compared is not None:
+            rows = [numbers for *_, numbers in answers]
+            if any(row[:-1] != rows[0][:-1] for row in rows):
+                self.compared.compare()
+            if any(row[-1] != rows[0][-1] for row in rows):
+                self.compared.warn_of_values()
+        if not all(is_unchanged for is_unchanged, *_ in answers):
             self._own_names, self._rows = assign(gather_json(self.group, packed.rows), self.group.rank), packed.rows
         packed.merge_trees()
         own_parts = {key: part for key, part in packed.parts.items() if key in self._own_names}

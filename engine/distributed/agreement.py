@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -35,11 +36,36 @@ class Stopwatch:
         return self.seconds_before + time.monotonic() - self._started
 
 
+class Compared(ABC):
+    """State that must be the same on all ranks, in two numbers that an :class:`Agreement` compares with each check."""
+
+    @abstractmethod
+    def numbers(self) -> tuple[float, float]:
+        """Two integers below 2**53, which are equal on all ranks if the state is. They must not wait for a device."""
+
+    @abstractmethod
+    def values(self) -> int:
+        """A checksum of values on the device, which is 0 on all ranks where none are compared. It waits for the device."""
+
+    @abstractmethod
+    def warn_of_values(self) -> None:
+        """Compare the values themselves, because their checksums differ, and warn. All ranks call this together."""
+
+    @abstractmethod
+    def compare(self) -> None:
+        """Compare the state itself, because the numbers differ. All ranks call this together.
+
+        Raises:
+            CheckError: it differs; raised on all ranks.
+        """
+
+
 class Agreement:
     """Shares two things between ranks: a request, with its urgency, and news. After any rank has given one, every rank sees it at the same call.
 
     A run's requests are those to stop (:class:`engine.loop.stopping.StopControl`), and its news are of checkpoints that are complete or deleted
-    (:class:`engine.loop.run_checkpoints.RunCheckpoints`); one collective carries both, and each rank's seconds of training.
+    (:class:`engine.loop.run_checkpoints.RunCheckpoints`); one collective carries both, each rank's seconds of training, and the
+    numbers of :attr:`compared`.
 
     All ranks make the same calls in the same order. The interval between two checks follows the slowest rank's steps, from
     values that the check itself has reduced over the ranks, so that all ranks compute the same interval.
@@ -57,6 +83,7 @@ class Agreement:
         "_request",
         "_slowest_s",
         "_steps_left",
+        "compared",
         "elapsed_s",
         "group",
         "level",
@@ -72,6 +99,8 @@ class Agreement:
         """The urgency of the most urgent request at the last check; 0: there was none."""
         self.news = False
         """Whether some rank has called :meth:`notify`; the same on all ranks. The reader acts on it and sets it to False."""
+        self.compared: Compared | None = None
+        """State that is compared with each check; the same kind on all ranks."""
         self._interval = self._steps_left = 1
         self._request = 0
         self._slowest_s = 0.0
@@ -150,6 +179,9 @@ class Agreement:
             False,
         )
         values = [float(self._request), min(self._slowest_s, 1e6), self.stopwatch.seconds(), own_news]
+        if self.compared is not None:
+            numbers = self.compared.numbers()
+            values += [*numbers, *(-number for number in numbers)]  # a maximum and, of the negative numbers, a minimum
         flags = torch.tensor(values, dtype=torch.float64)
         work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._cpu, async_op=True)
         self._posted = work, flags
@@ -160,7 +192,10 @@ class Agreement:
         assert self._posted is not None
         (work, flags), self._posted = self._posted, None
         work.wait()
-        request, slowest_s, self.elapsed_s, news = flags.tolist()
+        request, slowest_s, self.elapsed_s, news, *numbers = flags.tolist()
+        half = len(numbers) // 2
+        if self.compared is not None and any(a != -b for a, b in zip(numbers[:half], numbers[half:], strict=True)):
+            self.compared.compare()
         if news:
             self.news = True
         if slowest_s > 0.0:  # no step since the last check: the interval stays

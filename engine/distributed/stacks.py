@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import linecache
 import os
 import re
@@ -25,6 +26,7 @@ from types import FrameType, TracebackType
 from typing import IO, Any
 
 import torch
+from torch import Tensor, nn
 
 from engine.utils import accelerator, garbage, torch_private
 
@@ -42,6 +44,12 @@ _WAITING_CODE = (
     str(Path(torch.__file__).resolve().parent / "autograd" / "graph.py"),
     str(Path(__file__).resolve().parent),
 )
+# Modules of code that gathers and reduces a model in blocks.
+_sharding: tuple[str, ...] = ("torch.distributed.fsdp.", "torch.distributed._composable.", "engine.utils.torch_private")
+_waiting_wrappers: tuple[str, ...] = ()
+"""Ends of the paths of files whose frame is the innermost one of a thread that waits for a collective in native code."""
+_BLOCKS = ("module", "current_submodule", "sub_module", "params_to_reduce", "self")
+"""The locals of such code that are a block, its parameters, or the object that has it."""
 _LOADERS = {
     "engine.loop.timing": "training",
     "engine.loop.train": "training",
@@ -97,13 +105,25 @@ def position(thread: int) -> Position:
     line = _user_line(lines)
     innermost = "" if line.startswith(f"{file}:{number} ") else f" (now in {Path(file).name}:{number} {function})"
     activity = f"; it is {_doing[thread]}" if thread in _doing else ""
-    waits = file.startswith(_WAITING_CODE)
+    waits = file.startswith(_WAITING_CODE) or file.endswith(_waiting_wrappers)
     return Position(
         line + innermost + activity,
         waits,
         debugged,
         not waits and _DEVICE_WAITS.search(_call_source(thread, lines[0])) is not None,
     )
+
+
+def know_sharding(modules: str, waiting_wrapper: Path) -> None:
+    """Let reports know another library that shards models.
+
+    Args:
+        modules: the start of the names of its modules that gather and reduce a model in blocks.
+        waiting_wrapper: the end of the path of its file through which it calls native code that waits for other ranks.
+    """
+    global _sharding, _waiting_wrappers
+    if modules not in _sharding:
+        _sharding, _waiting_wrappers = (*_sharding, modules), (*_waiting_wrappers, str(waiting_wrapper))
 
 
 @dataclass(frozen=True)
@@ -134,6 +154,36 @@ def late_workers(thread: int) -> list[LateWorker]:
         for number, worker in enumerate(workers)
         if unchanged and _command(worker.pid) == unchanged  # torch renames the process when a worker has started
     ]
+
+
+def blocks(thread: int) -> list[nn.Module | Tensor]:
+    """The modules or parameters that the thread with this ``threading.get_ident()`` gathers, or whose gradients it reduces, under FSDP or ZeRO; empty
+    if it does neither, or its position says what it does (:func:`doing`). Call this only while the thread waits.
+
+    A backward pass may run its hooks in a thread of its own, which is looked at, too.
+    """
+    if thread in _doing:
+        return []
+    frames_of_threads = _frames()
+    frames = frames_of_threads.pop(thread, [])
+    for frame in itertools.chain(frames, *frames_of_threads.values()):
+        if str(frame.f_globals.get("__name__")).startswith(_sharding):
+            with garbage.postponed():  # as in late_workers
+                values = [frame.f_locals.get(name) for name in _BLOCKS]
+            for value in values:
+                if parts := _blocks_in(value):
+                    return parts
+    return []
+
+
+def _blocks_in(value: object) -> list[nn.Module | Tensor]:
+    """The modules or parameters that a local is or has. Only FSDP's own objects are looked into: others have the whole model, too."""
+    if type(value).__name__ == "FSDPBlock":
+        value = vars(value)["module"]
+    elif type(value).__name__ == "FSDPParamGroup":
+        value = vars(value)["modules"]
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    return [part for part in parts if isinstance(part, (nn.Module, nn.Parameter))]
 
 
 def _frames() -> dict[int, list[FrameType]]:

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from engine.distributed import failures, stacks
 from engine.distributed.collectives import gather_json
@@ -93,6 +94,7 @@ class Watchdog:
         limit_s: allowed seconds without a change afterwards.
         directory: the folder for the stacks, in ``rank=<r>.txt``.
         signals: says whether this rank has got SIGTERM; ``None``: it is not asked.
+        model: the model, whose blocks reports name; ``None``: they name none.
 
     An idle thread of an earlier watchdog is reused, because starting a thread takes as long as a short evaluation.
 
@@ -114,8 +116,10 @@ class Watchdog:
         limit_s: float,
         directory: Path,
         signals: EarlySignals | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         self._group, self._progress = group, progress
+        self._model = model
         self._first_s, self._limit_s = first_s, limit_s
         self._directory = directory
         self._thread, self._native_id = threading.get_ident(), threading.get_native_id()
@@ -257,7 +261,8 @@ class Watchdog:
                 positions.setdefault(note["at"], []).append(rank)
             logger.warning(
                 "no batch was finished for %.3g s, and all ranks wait, for each other or for their devices: a rank has perhaps made a call that all "
-                "must make together (a collective, such as run.latest_metrics() or a save), or left one out. The run ends after %.3g s of this\n%s",
+                "must make together (a collective, such as run.latest_metrics() or a save), or left one out, or runs other blocks of a model that "
+                "FSDP or ZeRO 3 shards. The run ends after %.3g s of this\n%s",
                 self._still_s,
                 self._limit_s,
                 "\n".join(_position_lines(positions)),
@@ -304,6 +309,8 @@ class Watchdog:
             position = replace(
                 position, line=f"{position.line} ({names} {'has' if len(late) == 1 else 'have'} not started)"
             )
+        if self._is_idle and position.waits and (names := self._blocks()):
+            position = replace(position, line=f"{position.line}; it gathers or reduces {names}")
         busy = None if used is None or self._processor_s is None else (used - self._processor_s) / still_s
         on_cpu = self._group.device.type == "cpu"
         # A thread may wait for its device in a busy loop; but a busy thread whose device is the CPU is computing.
@@ -315,6 +322,15 @@ class Watchdog:
         else:
             activity = f"uses {min(busy, 1.0):.0%} of a core" if busy > IDLE else "uses no processor time"
         return replace(position, line=f"{position.line} ({activity})", device=device)
+
+    def _blocks(self) -> str:
+        """The names of the blocks, or parameters, of the model for which the training's thread waits; empty if there are none."""
+        if self._model is None:
+            return ""
+        ids = [id(block) for block in stacks.blocks(self._thread)]
+        named = [*self._model.named_modules(), *self._model.named_parameters()]
+        names = [name or "the model" for name, block in named if id(block) in ids]
+        return ", ".join(names[:MOST]) + (", ..." if len(names) > MOST else "")
 
     def _fire(self, progress: float, position: stacks.Position, still_s: float, cause: str = "") -> None:
         """Report the hang together with the other ranks, and interrupt the training's thread. ``cause``: the start of the report."""

@@ -235,6 +235,7 @@ def watched(run: Run) -> Iterator[None]:
             limit_s=limit_s,
             directory=run.checkpoints.run_folder.path / "hang",
             signals=run.control.early_signals,
+            model=run.module,
         )
     try:
         yield

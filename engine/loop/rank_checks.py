@@ -21,6 +21,7 @@ from engine.utils.errors import CheckError
 from engine.utils.parameters import is_sharded
 from engine.utils.tree import leaves
 
+_PLAIN = (bool, int, float, str, type(None))
 MAX_LISTED = 10
 """The maximum number of differences that an error lists."""
 
@@ -50,7 +51,7 @@ def compare_ranks(run: Run) -> None:
         group,
         "optimizers",
         {
-            f"optimizer {i}, group {j}": _comparable(g)
+            f"optimizer {i}, group {j}": comparable(g)
             for i, o in enumerate(run.optimizers)
             for j, g in enumerate(o.param_groups)
         },
@@ -130,13 +131,19 @@ def _loader_facts(loader: PreparedLoader) -> dict[str, Any]:
     }
 
 
-def _comparable(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of an optimizer's parameter group that are plain values, and so can be compared over ranks."""
+def comparable(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of an optimizer's parameter group that are plain values on the host, and so can be compared over ranks."""
+    values = {name: _on_host(value) for name, value in group.items() if name != "params"}
     return {
         name: value
-        for name, value in group.items()
-        if isinstance(value, (bool, int, float, str, type(None), list, tuple)) and name != "params"
+        for name, value in values.items()
+        if isinstance(value, _PLAIN) or (isinstance(value, (list, tuple)) and all(isinstance(v, _PLAIN) for v in value))
     }
+
+
+def _on_host(value: Any) -> Any:
+    """The number in a tensor of one element on the CPU, which a learning rate may be; other values as they are."""
+    return value.item() if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1 else value
 
 
 def _check_equal(group: Group, what: str, facts: dict[str, Any]) -> None:

@@ -11,12 +11,14 @@ import time
 import traceback
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.internals import group_of_one
 from support.ranks import PATIENCE_S, run_script
+from torch import nn
 
 from engine.distributed import stacks
 from engine.distributed.watchdog import HangNote, Watchdog, laggards
@@ -429,3 +431,45 @@ report(told)
 def test_a_worker_that_does_not_start_is_named(late: int, name: str, tmp_path: Path) -> None:
     told = run_script(LATE_WORKER, late, tmp_path, name, forked=True).value
     assert any(f"worker 0 of the {name} loader has not started after 1" in text for text in told)
+
+
+FETCH = """
+def fetch_sub_module(current_submodule, wait):
+    wait()
+def _reduce(params_to_reduce, wait):
+    wait()
+def step(self, wait):  # DeepSpeed's optimizer, which has the whole model
+    wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "block", "expected"),
+    [
+        ("fetch_sub_module", lambda model: model[1], ["1"]),
+        ("_reduce", lambda model: [model[1].weight, model[0].bias], ["0.bias", "1.weight"]),
+        ("step", lambda model: model, []),
+    ],
+)
+def test_the_block_of_a_waiting_thread(function: str, block: Any, expected: list[str]) -> None:
+    """A block is a local of the code that gathers it."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    stacks.know_sharding("deepspeed.runtime.zero.", Path("deepspeed", "utils", "nvtx.py"))
+    sharding: dict[str, Any] = {"__name__": "deepspeed.runtime.zero.partitioned_param_coordinator"}
+    exec(FETCH, sharding)
+    waits, ends = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        waits.set()
+        ends.wait(PATIENCE_S)
+
+    local = SimpleNamespace(module=model) if function == "step" else block(model)
+    thread = threading.Thread(target=sharding[function], args=(local, wait))
+    thread.start()
+    assert waits.wait(PATIENCE_S)
+    assert thread.ident is not None
+    found = stacks.blocks(thread.ident)
+    ends.set()
+    thread.join()
+    named = {id(part): name for name, part in [*model.named_modules(), *model.named_parameters()]}
+    assert sorted(named[id(part)] for part in found) == expected

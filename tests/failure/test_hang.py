@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 from support.ranks import Ran, run_ranks
+
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 
 SCRIPT = """
 import logging, os, signal, sys, threading, time
@@ -39,17 +42,22 @@ if mode == "planted":
         raise SystemExit("planted")
     if os.environ["RANK"] == "1":
         watchdog.Watchdog.look = look
-if mode.startswith("alone"):
+if mode.startswith(("alone", "blocks")):
     watchdog.WAIT_S = watchdog.GRACE_S = 2.0
     for handler in (logging.StreamHandler(), Terminate()):
         logging.getLogger("engine").addHandler(handler)
-    callbacks = [Alone()]
+    if mode.startswith("alone"):
+        callbacks = [Alone()]
+    else:
+        Path(root, "pid0").write_text(str(os.getpid()))
 
 class Net(TrainModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(4, 1)
+        if mode.startswith("blocks"):
+            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
 
     def configure_model(self):
         if mode == "early" and self.global_rank == 1:
@@ -75,7 +83,12 @@ class Net(TrainModule):
             dist.all_reduce(torch.ones(2, dtype=[torch.float32, torch.float64][self.global_rank]))
         if mode == "missing" and batch_idx == 3 and self.global_rank == 0:
             dist.barrier()
-        loss = self.layer(batch[0]).mean()
+        values = batch[0]
+        if mode.startswith("blocks"):
+            one_more = [1] if batch_idx == 3 and self.global_rank == 1 else []
+            for number in [0, 2, *one_more]:
+                values = values + self.experts[number](values)
+        loss = self.layer(values).mean()
         self.log("loss", loss)
         return loss
 
@@ -83,7 +96,9 @@ class Net(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 options = {"debug": True} if mode in ("shapes", "dtypes", "missing", "fine") else {}
-timeout = "10 min" if mode.startswith("alone") else "2 s"
+if mode.startswith("blocks"):
+    options = {"strategy": mode.split()[1]}
+timeout = "10 min" if mode.startswith(("alone", "blocks")) else "2 s"
 fit = Fit(max_epochs=1, accelerator="cpu", callbacks=callbacks, timeout=timeout, check=mode == "fine", root_dir=root, log_every_n_steps=1, **options)
 result = fit.run(Net(), DataLoader(TensorDataset(torch.randn(64, 4)), 4, shuffle=True))
 report(result.step)
@@ -171,6 +186,27 @@ def test_ranks_that_wait_for_each_other_are_named_and_end_after_sigterm(terminat
     assert "in on_train_batch_start: run.latest_metrics()  # the call that one rank makes" in told
     assert "waits: rank 1: " in told
     assert "SIGTERM has come, and no batch was finished for " in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "waits"),
+    [
+        # Rank 1 has an expert more, after those of both ranks: in another order than the model's.
+        ("fsdp", "because it begins the forward pass of block experts.1 at a place where no rank did so before"),
+        pytest.param("deepspeed_stage_3", "it gathers or reduces ", marks=needs_deepspeed),
+    ],
+)
+def test_the_block_is_named_for_which_ranks_wait(strategy: str, waits: str, tmp_path: Path) -> None:
+    ran = run(f"blocks {strategy} 0", tmp_path)
+    assert all(rank.returncode == 143 and rank.seconds < 200 for rank in ran)
+    told = ran[0].stderr
+    assert "or runs other blocks of a model that FSDP or ZeRO 3 shards" in told
+    lines = [line for line in told.splitlines() if line.startswith("  waits: rank ")]
+    assert len(lines) == 2
+    assert waits in lines[1]
+    for line in lines:
+        assert "it gathers or reduces " in line or waits in line
 
 
 def test_a_living_rank_whose_watchdog_fails_is_not_called_lost(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from engine.checkpoint.reader import Report, Source, empty_tensor
 from engine.config.settings import Settings
+from engine.distributed import stacks
 from engine.distributed.group import Group
 from engine.step.gradient_sync import StepStream
 from engine.step.optimizer_step import Stepper
@@ -53,6 +54,8 @@ from engine.strategies.owned_step import OwnedStepper, OwnsStep
 from engine.utils import accelerator, torch_private
 from engine.utils.log import warn_once
 from engine.utils.parameters import of_classes, parameters_of
+
+stacks.know_sharding("deepspeed.runtime.zero.", Path("deepspeed", "utils", "nvtx.py"))
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,193 @@
+"""Hyperparameters, ``requires_grad`` and edits of parameters that differ between the ranks of a training, found without a collective of their own."""
+
+from __future__ import annotations
+
+import zlib
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.distributed.agreement import Compared
+from engine.distributed.collectives import gather_json
+from engine.distributed.group import Group
+from engine.loop.rank_checks import MAX_LISTED, comparable, fingerprint
+from engine.loop.run import Run
+from engine.step.optimizers import OptimizerSet
+from engine.strategies.base import Strategy
+from engine.strategies.ddp import DDP
+from engine.strategies.model_structure import TrainedParameters
+from engine.utils.errors import CheckError
+from engine.utils.log import logger
+from engine.utils.parameters import is_sharded
+
+_requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MAX_FALSE_ALARMS = 3
+"""How often the ranks compare parameters that some of them have changed alone, without finding a difference, until they stop looking for edits."""
+
+
+def watch_differences(run: Run) -> None:
+    """Compare, from here on, with each agreement of the ranks and each save what must be the same on all of them; the first agreement comes before
+    the first step.
+
+    Under a pipeline, where ranks have different parameters and groups, nothing is compared.
+    """
+    engine = run.engine
+    if engine.group.world_size > 1 and not engine.strategy.pipelined:
+        differences = RankDifferences(engine.group, engine.strategy, run.module, run.optimizer_set)
+        run.control.agreement.compared = engine.checkpoint_writer.compared = differences
+
+
+class RankDifferences(Compared):
+    """The state that the ranks of a training must have in common: plain values in the optimizers' groups (learning rates, weight decay), the
+    ``requires_grad`` of each parameter, and the values of parameters that each rank has whole.
+
+    A checksum of the first two travels with the ranks' :class:`engine.distributed.agreement.Agreement` and with saves. So do the parameters' version
+    counters, which every change in place raises: only when a rank has changed parameters alone are their values compared. A change through
+    ``p.data`` raises none. Under DDP a save compares a checksum of the values, too, and warns once, because a device's kernels may round
+    differently on each rank; :class:`callbacks.ReplicaCheck` compares them at other times.
+
+    Args:
+        group: the ranks.
+        strategy: says which parameters a rank has whole.
+        module: the module that is trained.
+        optimizers: its optimizers.
+    """
+
+    def __init__(self, group: Group, strategy: Strategy, module: nn.Module, optimizers: OptimizerSet) -> None:
+        self._group, self._module, self._optimizers = group, module, optimizers
+        self._model = TrainedParameters(module)
+        left_out = _left_out_by_ddp(module)
+        self._replica_names = [
+            name
+            for name, p in self._model.named.items()
+            if name not in left_out and not (is_sharded(p) or p.is_meta or p.is_inference())
+            if not isinstance(p, nn.UninitializedParameter) and strategy.flat_range(p) is None
+        ]
+        self._replicas = [self._model.named[name] for name in self._replica_names]
+        self._versions = self._current_versions()
+        self._settings: list[list[dict[str, Any]]] = []
+        self._trained = b""
+        self._compares_values, self._has_warned = isinstance(strategy, DDP), False
+        self._false_alarms = 0
+
+    def numbers(self) -> tuple[float, float]:
+        """A checksum of hyperparameters and ``requires_grad``, and the number of changes of parameters in place since the ranks compared them."""
+        if not self._model.unchanged():
+            self._follow_model()
+        self._settings = [
+            [comparable(group) for group in optimizer.param_groups] for optimizer in self._optimizers.optimizers
+        ]
+        self._trained = bytes(map(_requires_grad, self._model.named.values()))
+        changes = sum(self._current_versions()) - sum(self._versions)
+        return float(zlib.crc32(self._trained, zlib.crc32(repr(self._settings).encode()))), float(changes)
+
+    def _follow_model(self) -> None:
+        """Take over the parameters that the model has now; edits are looked for in those that it has had from the start."""
+        before = self._model.named
+        self._model = TrainedParameters(self._module)
+        versions = dict(zip(self._replica_names, self._versions, strict=True))
+        self._replica_names = [name for name in self._replica_names if self._model.named.get(name) is before[name]]
+        self._replicas = [self._model.named[name] for name in self._replica_names]
+        self._versions = [versions[name] for name in self._replica_names]
+
+    def compare(self) -> None:
+        """Compare over the ranks what :meth:`numbers` has seen last, because the numbers differ. All ranks call this together.
+
+        Raises:
+            CheckError: ranks differ; raised on all ranks, with the differences.
+        """
+        settings = {
+            f"optimizer {i}, group {j}, {name}": value
+            for i, groups in enumerate(self._settings)
+            for j, group in enumerate(groups)
+            for name, value in group.items()
+        }
+        self._check_equal(
+            "hyperparameters",
+            settings,
+            "A callback, a hook or a schedule must set them on all ranks, to one value: share what only one rank knows with "
+            "engine.processes.broadcast_object",
+        )
+        trained = {
+            f"{name}.requires_grad": bool(flag) for name, flag in zip(self._model.named, self._trained, strict=True)
+        }
+        self._check_equal(
+            "trained parameters", trained, "Freeze and unfreeze parameters on all ranks, at the same step"
+        )
+        self._compare_edits()
+
+    def _compare_edits(self) -> None:
+        """Compare the values of the parameters that the ranks have changed at different times."""
+        changes = [now - before for now, before in zip(self._current_versions(), self._versions, strict=True)]
+        rows = gather_json(self._group, dict(zip(self._replica_names, changes, strict=True)))
+        edited = [name for name in self._replica_names if len({row.get(name) for row in rows}) > 1]
+        self._check_equal(
+            "parameters",
+            {name: fingerprint(self._model.named[name]) for name in edited},  # waits for the device
+            "A callback, a hook or the module has changed them on some ranks only: under ddp each rank goes on with its own, and rank 0's are saved. "
+            "Change them on all ranks",
+        )
+        self._versions = self._current_versions()
+        self._false_alarms += bool(edited)
+        if self._false_alarms == MAX_FALSE_ALARMS:  # something changes them one by one and alike
+            self._replica_names, self._replicas, self._versions = [], [], []
+
+    def values(self) -> int:
+        return sum(self._sums())
+
+    def _sums(self) -> list[int]:
+        """The sum over the bits of each replica under DDP."""
+        if not self._compares_values or self._has_warned or not self._replicas:
+            return []
+        sums = [_sum_of_bits(p.detach()) for p in self._replicas]
+        return torch.stack([total.to(sums[0].device) for total in sums]).tolist()  # waits for the device once
+
+    def warn_of_values(self) -> None:
+        rows = gather_json(self._group, dict(zip(self._replica_names, self._sums(), strict=True)))
+        self._has_warned = True
+        names = [name for name in self._replica_names if len({row.get(name) for row in rows}) > 1]
+        if names and self._group.is_main:
+            logger.warning(
+                "the ranks have different values of %s%s, although each has the whole model; rank 0's are saved. Either a callback, a hook or the "
+                "module has changed them on some ranks only, or to different values, or a device computes differently: ReplicaCheck finds the step "
+                "and the rank",
+                ", ".join(names[:MAX_LISTED]),
+                f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "",
+            )
+
+    def _current_versions(self) -> list[int]:
+        return list(map(_version, self._replicas))
+
+    def _check_equal(self, what: str, facts: dict[str, Any], advice: str) -> None:
+        """Raise a ``CheckError`` unless ``facts`` are the same on all ranks; ``what``: their name for the message."""
+        rows = gather_json(self._group, {name: repr(value) for name, value in facts.items()})
+        differences = [
+            f"  {name}: rank 0 has {rows[0].get(name, 'none')}, rank {rank} has {row.get(name, 'none')}"
+            for rank, row in enumerate(rows)
+            for name in dict.fromkeys([*rows[0], *row])
+            if row.get(name) != rows[0].get(name)
+        ]
+        if differences:
+            more = [f"  and {len(differences) - MAX_LISTED} more"] if len(differences) > MAX_LISTED else []
+            listed = "\n".join(differences[:MAX_LISTED] + more)
+            raise CheckError(f"the {what} differ between the ranks:\n{listed}\n{advice}")
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's elements, taken as integers; 0 for classes of tensors that have no bits of their own. Shape ``()``."""
+    integers = _INTEGERS.get(tensor.element_size())
+    if integers is None or hasattr(tensor, "__tensor_flatten__"):
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    return tensor.contiguous().view(integers).sum(dtype=torch.int64)
+
+
+def _left_out_by_ddp(module: nn.Module) -> set[str]:
+    """The names of parameters that DDP ignores, because each rank has its own."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules()
+        for name in getattr(part, "_ddp_params_and_buffers_to_ignore", ())
+    }

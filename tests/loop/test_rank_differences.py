@@ -1,0 +1,170 @@
+"""Hyperparameters, requires_grad and edits of parameters that differ between the ranks are an error on all ranks, with both values."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import ranks_of_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from engine import Callback, CheckError, Fit, TrainModule
+
+STEPS = 40
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.second(self.first(batch[0])).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Change(Callback):
+    """Changes something on some ranks after step 3 (``when="step"``) or before the first."""
+
+    def __init__(self, change: Any, when: str = "step", ranks: tuple[int, ...] = (1,)) -> None:
+        self.change, self.when, self.ranks = change, when, ranks
+
+    def on_train_start(self, run: Any, module: Any) -> None:
+        if self.when == "start" and run.rank in self.ranks:
+            self.change(run, module)
+
+    def on_train_batch_end(self, run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.when == "step" and run.step == 3 and run.rank in self.ranks:
+            self.change(run, module)
+
+
+def rate(run: Any, module: Any) -> None:
+    run.optimizers[0].param_groups[0]["lr"] = 0.2
+
+
+def decay(run: Any, module: Any) -> None:
+    run.optimizers[0].param_groups[0]["weight_decay"] = 0.01
+
+
+def freeze(run: Any, module: Any) -> None:
+    module.first.bias.requires_grad_(False)
+
+
+def edit(run: Any, module: Any) -> None:
+    with torch.no_grad():
+        module.second.weight[0, 1] += 1.0
+
+
+def edit_and_save(run: Any, module: Any) -> None:
+    if run.rank == 1:
+        edit(run, module)
+    run.save_checkpoint("edited")
+    raise AssertionError("an edited parameter was saved")
+
+
+def draw_and_save(run: Any, module: Any) -> None:
+    """Each rank sets its own values, as often as the others, and past the version counters."""
+    module.second.weight.data.fill_(float(run.rank))
+    run.save_checkpoint("drawn")
+    run.save_checkpoint("drawn again")
+
+
+def rewrite(run: Any, module: Any) -> None:
+    """An edit that changes no value."""
+    with torch.no_grad():
+        module.second.weight.copy_(module.second.weight.clone())
+
+
+def attempt(*callbacks: Callback, strategy: str = "ddp") -> str:
+    data = TensorDataset(torch.ones(2 * STEPS, 3))
+    fit = Fit(max_epochs=1, accelerator="cpu", callbacks=list(callbacks), log_every_n_steps=0, strategy=strategy)
+    try:
+        return f"step {fit.run(Net(), DataLoader(data, 1)).step}"
+    except CheckError as error:
+        return str(error)
+
+
+def rank_rate() -> str:
+    return attempt(Change(rate))
+
+
+def rank_rate_at_the_start() -> str:
+    return attempt(Change(rate, "start"))
+
+
+def rank_rate_on_both() -> str:
+    return attempt(Change(rate, ranks=(0, 1)))
+
+
+def rank_decay_fsdp() -> str:
+    return attempt(Change(decay), strategy="fsdp")
+
+
+def rank_freeze_fsdp() -> str:
+    return attempt(Change(freeze, "start"), strategy="fsdp")
+
+
+def rank_edit() -> str:
+    return attempt(Change(edit))
+
+
+def rank_edit_on_both() -> str:
+    return attempt(Change(edit, ranks=(0, 1)))
+
+
+def rank_edit_before_a_save() -> str:
+    """The save comes before the next agreement."""
+    return attempt(Change(edit_and_save, ranks=(0, 1)))
+
+
+def rank_warnings_of_values() -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("engine").addHandler(handler)
+    attempt(Change(draw_and_save, ranks=(0, 1)))
+    logging.getLogger("engine").removeHandler(handler)
+    return [record for record in records if "different values" in record]  # a busy machine gives others
+
+
+def rank_rewrite() -> str:
+    return attempt(Change(rewrite))
+
+
+@pytest.fixture(scope="module")
+def by_rank() -> dict[str, list[str]]:
+    return ranks_of_file(__file__, 2)
+
+
+RATE = "optimizer 0, group 0, lr: rank 0 has 0.1, rank 1 has 0.2"
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("rate", RATE),
+        ("rate_at_the_start", RATE),
+        ("rate_on_both", "step 40"),
+        ("decay_fsdp", "optimizer 0, group 0, weight_decay: rank 0 has 0, rank 1 has 0.01"),
+        ("freeze_fsdp", "first.bias.requires_grad: rank 0 has True, rank 1 has False"),
+        ("edit", "second.weight: rank 0 has 'torch.float32, [1, 3], checksum "),
+        ("edit_on_both", "step 40"),
+        ("edit_before_a_save", "second.weight: rank 0 has 'torch.float32, [1, 3], checksum "),
+        ("rewrite", "step 40"),
+    ],
+)
+def test_what_differs_is_named_on_all_ranks(by_rank: dict[str, list[str]], name: str, part: str) -> None:
+    for text in by_rank[name]:
+        assert part in text
+
+
+def test_a_save_warns_of_replicas_with_different_values(by_rank: dict[str, list[list[str]]]) -> None:
+    (warning,), others = by_rank["warnings_of_values"]
+    assert warning.startswith("the ranks have different values of second.weight, although each has the whole model")
+    assert not others
