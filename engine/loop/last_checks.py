@@ -16,7 +16,7 @@ MOST = 5
 
 
 def check_trained(run: Run) -> None:
-    """Refuse a training that has reached its limit without an optimizer step, because every batch was left out; see
+    """Refuse a training with optimizers that has reached its limit without a step of one, because every batch was left out; see
     :meth:`engine.loop.steps.AutomaticOptimization.note_without_loss`.
 
     In manual optimization, where the module may mean it, this is a warning.
@@ -28,7 +28,7 @@ def check_trained(run: Run) -> None:
     assert optimization is not None
     if run.state.step != run.first_step or not run.state.batches or status_of(run.stop_reason) != "completed":
         return
-    if optimization.windows_without_loss and not run.module.may_train_nothing:
+    if optimization.windows_without_loss and run.optimizers and not run.module.may_train_nothing:
         raise ValueError(without_loss(run.module, optimization.windows_without_loss))
     if not run.module.automatic_optimization and run.optimizers and run.is_main_process:
         logger.warning(
