@@ -17,7 +17,7 @@ MOST = 5
 
 
 def check_trained(run: Run) -> None:
-    """Refuse a training that has reached its limit without an optimizer step, because every batch was left out; see
+    """Refuse a training with optimizers that has reached its limit without a step of one, because every batch was left out; see
     :meth:`engine.loop.steps.AutomaticOptimization.note_without_loss`.
 
     In manual optimization, where the module may mean it, this is a warning.

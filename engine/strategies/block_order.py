@@ -346,10 +346,25 @@ class BlockOrder(FSDPSteps):
 
     def _steps_of_any(self, running: Pass) -> set[int]:
         """The indices of the steps that some rank has made by itself."""
-        return set().union(*gather_json(self._ranks, sorted(running.indices)))
+        return set().union(
+            *(indices for _, indices in self._gathered("is at the end of its passes", sorted(running.indices)))
+        )
 
     def _without_grad_on_any(self) -> set[int]:
-        return set().union(*gather_json(self._ranks, sorted(self._without_grad)))
+        return set().union(
+            *(numbers for _, numbers in self._gathered("has ended its backward pass", sorted(self._without_grad)))
+        )
+
+    def _gathered(self, kind: str, *content: Any) -> list[list[Any]]:
+        """What all ranks tell at this place of the pass, with the kind of the place.
+
+        Raises:
+            RuntimeError: a rank is at a place of another kind; raised on all ranks.
+        """
+        requests: list[list[Any]] = gather_json(self._ranks, [kind, *content])
+        if any(request[0] != kind for request in requests):
+            raise RuntimeError(self._orders(requests))
+        return requests
 
     def steps_to_add(self, step: int, running: Pass) -> list[int]:
         """The steps to add for one that is new in the order: in a forward pass those of all blocks in its part of the model, because each rank may
@@ -381,19 +396,28 @@ class BlockOrder(FSDPSteps):
         warning.start()
         try:
             with stacks.doing(doing):
-                requests = gather_json(self._ranks, [kind, step, at, list(added)])
+                requests = self._gathered(kind, step, at, list(added))
         finally:
             warning.cancel()
-        if any([request[0], request[3]] != [kind, list(added)] for request in requests):
-            lines = "\n".join(
-                f"  rank {rank} {'begins' if number >= 0 else 'ends'} the {pass_kind} pass of {self._names([max(number, ~number)])}"
-                for rank, (pass_kind, number, *_) in enumerate(requests)
-            )
-            raise RuntimeError(
-                f"the ranks run the blocks of FSDP in different orders:\n{lines}\nRanks may leave blocks out, but must run them in one order; "
-                "FSDP(blocks=...) names the modules that are blocks"
-            )
+        if any(request[3] != list(added) for request in requests):
+            raise RuntimeError(self._orders(requests))
         return max(int(request[2]) for request in requests)
+
+    def _orders(self, requests: Sequence[Sequence[Any]]) -> str:
+        """The message of an error about ranks that are at these places."""
+        lines = [
+            f"  rank {rank} {'begins' if place[0] >= 0 else 'ends'} the {kind} pass of {self._names([max(place[0], ~place[0])])}"
+            if kind in ("forward", "backward")
+            else f"  rank {rank} {kind}"
+            for rank, (kind, *place) in enumerate(requests)
+        ]
+        return "\n".join(
+            (
+                "the ranks run the blocks of FSDP in different orders:",
+                *lines,
+                "Ranks may leave blocks out, but must run them in one order; FSDP(blocks=...) names the modules that are blocks",
+            )
+        )
 
     def _names(self, numbers: Sequence[int]) -> str:
         """The names of these blocks in the user's module."""

@@ -20,6 +20,7 @@ from engine.strategies.base import Strategy, broadcast_from_rank_0, class_name, 
 from engine.strategies.ddp_replica import Replica
 from engine.strategies.unreduced_gradients import GradientAverage, LaterPasses, PassCount, ReachedParameters
 from engine.transforms.blocks import user_module
+from engine.utils import torch_private
 from engine.utils.errors import nearest
 from engine.utils.parameters import is_sharded, of_classes
 
@@ -187,6 +188,13 @@ class DDP(Strategy):
     def reduce_rest(self, parameters: Sequence[Tensor]) -> None:
         self._later_passes.average(self.group, parameters)
         self.unreduced = bool(self._later_passes.parameters)
+        if not self.unreduced:
+            self._forget_later_passes()
+
+    def _forget_later_passes(self) -> None:
+        if self.find_unused_parameters:
+            for replica in self._replicas:
+                torch_private.forget_reached(replica)
 
     @contextmanager
     def watched_passes(self) -> Iterator[None]:
@@ -207,6 +215,8 @@ class DDP(Strategy):
     def discard(self, models: Sequence[nn.Module]) -> None:
         self._reached.forget()
         self._later_passes.parameters.clear()
+        if self.unreduced:
+            self._forget_later_passes()
         self.unreduced = False
 
     def share_parameters(self, model: nn.Module) -> None:

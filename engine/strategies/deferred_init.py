@@ -6,7 +6,7 @@ import ctypes
 import inspect
 import warnings
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from engine.strategies import recorded_values
 from engine.transforms.blocks import user_module
 from engine.utils import torch_private
+
+_RECORDED_NAMES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By module, the names of its own parameters with recorded values."""
 
 
 @contextmanager
@@ -61,6 +64,38 @@ def values_recorded() -> Iterator[None]:
         for name, value in vars(owner).items():
             if isinstance(value, Tensor) and recorded_values.is_recorded(value):  # neither a parameter nor a buffer
                 vars(owner)[name] = recorded_values.recorded_value(value)
+        _RECORDED_NAMES[owner] = [
+            n for n, p in owner._parameters.items() if p is not None and recorded_values.is_recorded(p)
+        ]
+
+
+def recorded_further(model: nn.Module) -> AbstractContextManager[Any]:
+    """A context in which changes to parameters whose values :func:`values_recorded` has recorded are recorded, too."""
+    if torch_private.is_simulated() or not any(map(recorded_values.is_recorded, model.parameters())):
+        return nullcontext()
+    return recorded_values.Recording()
+
+
+def check_recorded(model: nn.Module) -> None:
+    """Check that what had recorded values has them still, or got memory.
+
+    Raises:
+        ValueError: something has put other tensors without memory in the place of recorded ones.
+    """
+    lost = [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, inner in model.named_modules()
+        for name in _RECORDED_NAMES.get(inner, ())
+        if (p := inner._parameters.get(name)) is not None
+        and recorded_values.has_no_memory(p)
+        and not recorded_values.is_recorded(p)
+    ]
+    if lost:
+        raise ValueError(
+            f"the initial values of {', '.join(lost[:5])}{' and others' if len(lost) > 5 else ''} are lost: under a strategy that shards it, a "
+            "parameter that configure_model has built has no memory before the training starts, and a change after configure_model (such as "
+            "module.double(), or a new nn.Parameter of the old one) cannot be repeated; change it in configure_model"
+        )
 
 
 @contextmanager

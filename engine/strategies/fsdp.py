@@ -142,11 +142,9 @@ class FSDP(Strategy):
         return super().building() if self.group.cpu is None else deferred_init.values_recorded()
 
     def place(self, model: nn.Module) -> None:
+        # Over several ranks each block goes to the device just before it is sharded: the whole model need not fit there.
         if self.group.cpu is None:
             super().place(model)
-        elif not isinstance(model, FSDPModule):
-            # Each block goes to the device just before it is sharded: the whole model need not fit there.
-            self.precision.convert(model)
 
     def setup(self, model: nn.Module) -> nn.Module:
         if self.group.cpu is None:
@@ -161,6 +159,10 @@ class FSDP(Strategy):
             self.sync([model], True)
         else:
             self._check(model)
+            with deferred_init.recorded_further(
+                model
+            ):  # initial values have the model's own dtypes first, as in one process
+                self.precision.convert(model)
             self._shard(model)
             model._sharded_as = sharding  # type: ignore[assignment]
         structure: ShardedStructure = vars(model).get("_structure") or ShardedStructure(model, type(self).__name__)

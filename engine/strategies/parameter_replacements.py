@@ -28,7 +28,12 @@ class ParameterReplacements:
         """Stand-ins, on the meta device, for parameters that only other ranks have."""
 
     def begin(self, model: nn.Module, group: Group) -> None:
-        """Start to shard ``model`` over the ranks of ``group``; rank 0 will initialize parameters without values."""
+        """Start to shard ``model`` over the ranks of ``group``; rank 0 will initialize parameters without values.
+
+        Raises:
+            ValueError: initial values that ``configure_model`` gave are lost.
+        """
+        deferred_init.check_recorded(model)
         self._group, self._initialise = (group, deferred_init.initialiser(model) if group.is_main else None)
         if self._initialise is not None and deferred_init.lacks_values(model) and not torch_private.is_simulated():
             self._note(deferred_init.record_initial_values(model, group.device, self._initialise))

@@ -11,6 +11,7 @@ the state of the generator before each draw is noted, so that any tensor's draws
 
 from __future__ import annotations
 
+import itertools
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -168,6 +169,9 @@ class Operation:
 _RECORDED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The :class:`Memory` for which each storage on the meta device stands."""
 
+_COUNT = itertools.count(1)
+"""The indices of operations, in the order of the program: one recording may go on with what another has recorded."""
+
 
 def is_recorded(tensor: Tensor) -> bool:
     """Whether a tensor on the meta device has values that :func:`recorded_value` can give."""
@@ -198,7 +202,6 @@ class Recording(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._count = 0
         self._is_running = False  # functions of torch that are written in Python must see what a tensor is
         self._memories: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """The :class:`Memory` of each storage with values that the block has created."""
@@ -403,8 +406,7 @@ class Recording(DispatchMode):
             return Constant.from_tensor(tensor) if memory is None else View.from_tensor(tensor, memory)
 
         recorded_args, recorded_kwargs = map_only(Tensor, recorded, (args, kwargs))
-        self._count += 1
-        operation = Operation(self._count, function, recorded_args, recorded_kwargs)
+        operation = Operation(next(_COUNT), function, recorded_args, recorded_kwargs)
         written_ids = {id(t) for t in written}
         operation.reads = [m for t in tensors if id(t) not in written_ids and (m := memories[id(t)]) is not None]
         name = function._schema.name.rpartition("::")[2]

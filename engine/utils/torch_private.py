@@ -118,6 +118,12 @@ def check_reduced(wrapper: DistributedDataParallel) -> None:
     wrapper._check_reducer_finalized()
 
 
+def forget_reached(wrapper: DistributedDataParallel) -> None:
+    """Make a wrapper that searches for unused parameters forget which ones backward passes have reached since the one that it has reduced: it would
+    take them for used in the next window."""
+    wrapper.reducer._reset_state()
+
+
 def static_graph_is_known(wrapper: DistributedDataParallel) -> bool:
     """Whether a wrapper with ``static_graph=True`` has recorded its graph in a backward pass."""
     return bool(wrapper._static_graph_delay_allreduce_enqueued)

@@ -349,6 +349,56 @@ def rank_later_passes() -> Any:
     return found
 
 
+class InTurns(nn.Module):
+    """A layer, and an expert that some forward passes run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.trunk, self.expert = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, is_routed: bool) -> Tensor:
+        out: Tensor = torch.tanh(self.trunk(x))
+        return out + self.expert(out) if is_routed else out
+
+
+ROUTED = [(True, False), (False, False), (False, True), (False, False)]
+"""Whether the ranks run the expert, by step."""
+
+
+def bare_turns() -> Tensor:
+    """The parameters after these steps in one process: a step whose samples do not reach the expert leaves its momentum and weight decay out."""
+    model, x = InTurns(), data()[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    for routed in ROUTED:
+        for rank in range(2):
+            out = model(x[rank::2], routed[rank])
+            ((out.square().mean() + (out - 1).square().mean()) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+def rank_turns() -> Any:
+    """By order of the passes, the distance from one process."""
+    found = {}
+    for order in ("forward, backward, backward", "forward, forward, backward, backward"):
+        engine = Engine(accelerator="cpu", strategy=DDP(find_unused_parameters=True))
+        plain, x, rank = InTurns(), data()[0], engine.process_index
+        settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+        model, optimizer = engine.prepare(plain, torch.optim.SGD(plain.parameters(), **settings))
+        for routed in ROUTED:
+            with engine.accumulate(model):
+                out = model(x[rank::2], routed[rank])
+                other = model(x[rank::2], routed[rank]) if order.startswith("forward, forward") else out
+                engine.backward(out.square().mean(), retain_graph=True)
+                engine.backward((other - 1).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        found[order] = apart(flat(plain), bare_turns())
+    return found
+
+
 def rank_adversaries() -> Any:
     """A generator's forward pass comes before the critic's backward pass, which does not reach it: DDP reduces all passes."""
     engine = Engine(accelerator="cpu")
@@ -568,6 +618,12 @@ def test_each_backward_pass_is_reduced_with_settings_of_ddp(found: Any, setting:
         assert other == 0.0
         # With a static graph torch reduces in the first micro-batch of all, too.
         assert averaged == (4 if setting == "static" else 3)
+
+
+def test_a_second_backward_pass_does_not_make_a_later_step_reach_the_same_parameters(found: Any) -> None:
+    for orders in found["turns"]:
+        assert len(orders) == 2
+        assert max(orders.values()) < 1e-6
 
 
 def test_passes_of_two_models_are_told_apart(found: Any) -> None:

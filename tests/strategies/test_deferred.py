@@ -57,10 +57,11 @@ def peak() -> int:
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 
 
-def fit(module: Deep, strategy: str | Strategy, ranks: int) -> Any:
+def fit(module: Deep, strategy: str | Strategy, ranks: int, precision: str = "32-true") -> Any:
     batches = [torch.randn(4, module.width, generator=torch.Generator().manual_seed(i)) for i in range(2 * ranks)]
     with tempfile.TemporaryDirectory() as root:
-        return Fit(accelerator="cpu", strategy=strategy, max_steps=1, seed=1, root_dir=root).run(module, batches)
+        settings: dict[str, Any] = {"accelerator": "cpu", "max_steps": 1, "seed": 1, "root_dir": root}
+        return Fit(strategy=strategy, precision=precision, **settings).run(module, batches)
 
 
 def four_peaks() -> Any:
@@ -127,13 +128,14 @@ class Initialized(Deep):
 def two_first_values() -> Any:
     """By module, the parameters and buffers that are not those with which DDP starts, and whether rank 0's random numbers are others."""
     found = {}
-    for kind in (Deep, Scaled, OnMeta, Initialized):
-        expected, module = kind(8, 4), kind(8, 4)
-        fit(expected, "ddp", 2)
+    kinds = {"Deep": Deep, "Scaled": Scaled, "OnMeta": OnMeta, "Initialized": Initialized}
+    for name, precision in [*((name, "32-true") for name in kinds), ("Scaled", "bf16-true"), ("OnMeta", "64-true")]:
+        expected, module = kinds[name](8, 4), kinds[name](8, 4)
+        fit(expected, "ddp", 2, precision)
         number = torch.rand(1)
-        fit(module, FSDP(blocks=["layers.*"]) if kind is Scaled else "fsdp", 2)
+        fit(module, FSDP(blocks=["layers.*"]) if name == "Scaled" else "fsdp", 2, precision)
         others = [name for name, value in module.first.items() if not torch.equal(value, expected.first[name])]
-        found[kind.__name__] = [others, len(expected.first), torch.equal(number, torch.rand(1))]
+        found[f"{name}, {precision}"] = [others, len(expected.first), torch.equal(number, torch.rand(1))]
     return found
 
 
@@ -159,10 +161,12 @@ def test_it_trains_as_one_that_was_built_whole(two: Any, name: str) -> None:
 
 def test_first_values_are_those_of_one_process(two: Any) -> None:
     assert two["first_values"][0] == {
-        "Deep": [[], 8, True],
-        "Scaled": [[], 9, True],
-        "OnMeta": [[], 8, True],
-        "Initialized": [[], 8, True],
+        "Deep, 32-true": [[], 8, True],
+        "Scaled, 32-true": [[], 9, True],
+        "OnMeta, 32-true": [[], 8, True],
+        "Initialized, 32-true": [[], 8, True],
+        "Scaled, bf16-true": [[], 9, True],
+        "OnMeta, 64-true": [[], 8, True],
     }
 
 

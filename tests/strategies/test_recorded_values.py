@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from engine.strategies.deferred_init import (
+    check_recorded,
     initialiser,
     is_deferred,
     materialise,
     nothing_recorded,
     record_initial_values,
+    recorded_further,
     values_recorded,
 )
 from engine.strategies.recorded_values import has_no_memory
@@ -199,6 +201,33 @@ def test_nothing_is_drawn_for_what_gets_its_values_elsewhere() -> None:
     torch.manual_seed(0)
     assert torch.equal(number, torch.rand(1))
     assert model.weight.is_meta
+
+
+def test_another_recording_goes_on_with_the_values_of_an_earlier_one() -> None:
+    torch.manual_seed(0)
+    expected = scaled().double()
+    torch.manual_seed(0)
+    with values_recorded():
+        model = scaled()
+    with recorded_further(model):
+        model.double()
+        model[3].bias.data.mul_(2)  # type: ignore[operator,union-attr]
+    expected[3].bias.data.mul_(2)  # type: ignore[operator,union-attr]
+    check_recorded(model)
+    for inner in reversed(list(model.children())):
+        materialise(inner, torch.device("cpu"), initialiser(model))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_values_that_are_lost_after_the_recording_are_an_error() -> None:
+    with values_recorded():
+        model = blocks()
+    check_recorded(model)
+    model.double()
+    with pytest.raises(
+        ValueError, match=r"values of 0.weight, 0.bias, .* and others are lost: .*change it in configure_model"
+    ):
+        check_recorded(model)
 
 
 def test_values_that_cannot_be_repeated_are_an_error() -> None:

@@ -18,7 +18,11 @@ def shard_deferred(model: nn.Module, group: Group, config: Mapping[str, Any], ha
     Args:
         config: DeepSpeed's configuration.
         half: the format of the parameters that floating-point values are rounded to; ``None``: their own.
+
+    Raises:
+        ValueError: initial values that ``configure_model`` gave are lost.
     """
+    deferred_init.check_recorded(model)
     initialise = deferred_init.initialiser(model) if group.is_main else None
     replaced: dict[Tensor, Tensor] = {}
     if initialise is not None and deferred_init.lacks_values(model):

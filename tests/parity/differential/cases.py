@@ -384,6 +384,8 @@ def _by_odd_axis(rules: _Rules, both: tuple[str, str]) -> None:
     if rules.case.filtered:
         when(True, nested=False, by_size=False, drop_last=False, none=0, poison=-1)
         when(rules.case.data not in SAMPLED, data="shuffled")
+        # What the filter leaves out of an epoch's last window follows its micro-batches, which other numbers of ranks divide in other ways.
+        when(STRATEGIES[both[0]].data != STRATEGIES[both[1]].data, then="")
     when(
         rules.case.noisy,
         optimizer="sgd",
@@ -417,6 +419,8 @@ def _by_strategy(rules: _Rules, both: tuple[str, str]) -> None:
     when(any(map(model_parallel, both)), body="mlp", unused=False, none=0, door="fit")
     when(any(map(model_parallel, both)) or any(map(deepspeed, both)), again="")
     when(any(map(model_parallel, both)), conditional="", filtered=False)
+    # Ranks that run different modules wait for each other there, or gather each other's, as the chapter says.
+    when("deepspeed3" in both and rules.case.conditional != "nobody", conditional="")
     when(rules.case.door == "fit" and any(map(sharded, both)), again="")  # which needs manual optimization
     when(pipelined(*both), shared=False, frozen=False, poison=-1, configured="")
     when(pipelined(*both) and case.optimizer == "two", optimizer="adam")

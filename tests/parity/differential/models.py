@@ -43,8 +43,12 @@ class Net(nn.Module):
         if case.unused:
             self.spare = nn.Linear(2, 2)
         self.conditional = case.conditional
-        if case.conditional:
-            self.extra = nn.Linear(FEATURES, FEATURES)
+        if (
+            case.conditional
+        ):  # blocks stand in the order in which they run: FSDP must know the place of one that no rank runs at first
+            head = self.head
+            del self.head
+            self.extra, self.head = nn.Linear(FEATURES, FEATURES), head
         if case.configured == "own":
             for parameter in self.parameters():
                 nn.init.normal_(parameter, std=0.4)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis.errors import Unsatisfiable
 
 from .cases import STRATEGIES, Case, Wanted, cases
 from .pool import Pools
@@ -75,6 +76,8 @@ class Search:
 
         try:
             (trains_as_the_plain_loop if self.fixed else seed(start)(trains_as_the_plain_loop))()
+        except Unsatisfiable:
+            self.report(f"{self.strategy}: no such cases")
         except Mismatch:
             failing = [(case, problems) for case, problems in known.items() if problems]
             self.found.append(min(failing, key=lambda item: (len(item[0].changes()), item[0].samples)))
