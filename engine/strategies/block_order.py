@@ -356,7 +356,7 @@ class BlockOrder(FSDPSteps):
         )
 
     def _gathered(self, kind: str, *content: Any) -> list[list[Any]]:
-        """What all ranks tell at this place of the pass, with the kind of the place.
+        """Gather ``content`` of all ranks at this place of the pass, with the kind of the place.
 
         Raises:
             RuntimeError: a rank is at a place of another kind; raised on all ranks.

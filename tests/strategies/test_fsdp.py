@@ -609,6 +609,10 @@ def rank_states() -> Any:
         with pytest.raises((ValueError, TypeError)) as caught:
             fit(module, [data(4)] * 6, callbacks=[ModelCheckpoint(every="3 steps")])
         found[kind] = [str(caught.value), module.optimizer.steps]
+        if (
+            kind == "estimate"
+        ):  # a hyperparameter that differs between the ranks ends a training without checkpoints, too
+            continue
         module = Kept(kind)
         with warnings.catch_warnings(record=True) as issued:
             warnings.simplefilter("always")
@@ -722,12 +726,14 @@ def test_what_fsdp_ignores_draws_alike(found: Any) -> None:
 )
 def test_states_that_cannot_be_resumed_are_refused_after_the_first_step(found: Any, kind: str, words: str) -> None:
     for rank in found["states"]:
-        refused, steps, unsaved, warned = rank[kind]
+        refused, steps, *of_unsaved = rank[kind]
         assert words in refused
         assert steps == 1
-        assert unsaved == 3  # a training without checkpoints goes on
-        assert len(warned) == 1
-        assert words in warned[0]
+        if of_unsaved:
+            step, warned = of_unsaved
+            assert step == 3  # a training without checkpoints goes on
+            assert len(warned) == 1
+            assert words in warned[0]
 
 
 def test_states_that_are_equal_on_all_ranks_are_resumed(found: Any) -> None:
