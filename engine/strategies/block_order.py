@@ -363,7 +363,7 @@ class BlockOrder(FSDPSteps):
         """
         requests: list[list[Any]] = gather_json(self._ranks, [kind, *content])
         if any(request[0] != kind for request in requests):
-            raise RuntimeError(self._orders(requests))
+            raise RuntimeError(self._orders_text(requests))
         return requests
 
     def steps_to_add(self, step: int, running: Pass) -> list[int]:
@@ -400,10 +400,10 @@ class BlockOrder(FSDPSteps):
         finally:
             warning.cancel()
         if any(request[3] != list(added) for request in requests):
-            raise RuntimeError(self._orders(requests))
+            raise RuntimeError(self._orders_text(requests))
         return max(int(request[2]) for request in requests)
 
-    def _orders(self, requests: Sequence[Sequence[Any]]) -> str:
+    def _orders_text(self, requests: Sequence[Sequence[Any]]) -> str:
         """The message of an error about ranks that are at these places."""
         lines = [
             f"  rank {rank} {'begins' if place[0] >= 0 else 'ends'} the {kind} pass of {self._names([max(place[0], ~place[0])])}"
