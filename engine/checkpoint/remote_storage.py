@@ -46,7 +46,7 @@ class FileSystem:
     def __init__(self, url: str, files: Any) -> None:
         self._url, self._files = url, files
         protocols = (files.protocol,) if isinstance(files.protocol, str) else tuple(files.protocol)
-        self._has_buckets = not _WITH_BUCKETS.isdisjoint(protocols)
+        self._has_buckets, self._has_links = not _WITH_BUCKETS.isdisjoint(protocols), "http" in protocols
         self._found_buckets: set[str] = set()
 
     def exists(self, path: str) -> bool:
@@ -66,8 +66,7 @@ class FileSystem:
 
     def _decoded(self, path: str) -> str:
         """A path in a listing. A web server's page has links, in which ``=`` may be ``%3D``."""
-        protocol = self._files.protocol
-        return unquote(path) if "http" in ((protocol,) if isinstance(protocol, str) else protocol) else path
+        return unquote(path) if self._has_links else path
 
     def size(self, path: str) -> int | None:
         size: int | None = self._call(self._files.size, path)

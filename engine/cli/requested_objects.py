@@ -12,7 +12,7 @@ from engine.callback import Callback
 from engine.cli.class_paths import CALLBACKS, load
 from engine.cli.terminal import UsageError
 from engine.config import yaml_text
-from engine.config.described_objects import Kind, check_target
+from engine.config.described_objects import ObjectKind, check_target
 from engine.config.resolve import Resolved, resolve
 from engine.config.settings import KINDS
 from engine.data.datamodule import DataModule
@@ -32,9 +32,9 @@ class Indexed(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-_KINDS_OF_OBJECTS: Mapping[type, Kind] = {
-    Callback: Kind((Callback,), "an engine.Callback", annotated=True),
-    DataModule: Kind((DataModule, Iterable, Indexed), "an engine.DataModule or a loader of batches"),
+_KINDS_OF_OBJECTS: Mapping[type, ObjectKind] = {
+    Callback: ObjectKind((Callback,), "an engine.Callback", annotated=True),
+    DataModule: ObjectKind((DataModule, Iterable, Indexed), "an engine.DataModule or a loader of batches"),
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
-class Kind:
+class ObjectKind:
     """The objects that a description may stand for.
 
     Attributes:
@@ -34,10 +34,12 @@ class Kind:
         return issubclass(cls, self.classes) and (object in self.classes or not issubclass(cls, (str, bytes)))
 
 
-ANYTHING = Kind((object,), "an object")
+ANYTHING = ObjectKind((object,), "an object")
 
 
-def check_described(values: Any, place: str, kinds: Mapping[str, Kind] | None = None, kind: Kind = ANYTHING) -> None:
+def check_described(
+    values: Any, place: str, kinds: Mapping[str, ObjectKind] | None = None, kind: ObjectKind = ANYTHING
+) -> None:
     """Check the parsed values of a command line or file: each function that a ``class_path`` names must say which objects it returns.
 
     jsonargparse has compared classes with the types of their parameters. It does not do so for ``Any`` and ``Callable``.
@@ -69,7 +71,7 @@ def check_described(values: Any, place: str, kinds: Mapping[str, Kind] | None = 
             check_described(value, inner, kind=(kinds or {}).get(str(name), ANYTHING))
 
 
-def check_target(target: Any, path: str, place: str, kind: Kind) -> None:
+def check_target(target: Any, path: str, place: str, kind: ObjectKind) -> None:
     """Check the class or function ``target`` that ``path`` names.
 
     Raises:

@@ -263,7 +263,8 @@ class StreamReader:
     def count(self, batch: Any) -> Count:
         """The number of samples in the batch that was read last."""
         samples, guess = self.counter.count(batch, self.batch_size)
-        if self.counter.owner is None and not guess and counted(batch)[1] == NOTHING_SHOWN:
+        is_as_asked = self.batch_size is not None and self.counter.owner is None and not guess
+        if is_as_asked and counted(batch)[1] == NOTHING_SHOWN:
             return samples, NOTHING_SHOWN  # it may be a short last batch
         return samples, guess
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
+from engine.utils.checksums import checksum
 from engine.utils.log import warn_once
 from engine.utils.tree import leaves
 
@@ -51,8 +52,8 @@ class StreamGuard:
 
     def columns(self, position: int, ended: bool) -> list[int]:
         """Numbers that must be equal on all ranks: the position and whether the stream has ended; in a pass's first window a checksum, too."""
-        checksum = [] if self._windows else [_checksum(self._first) if self._has_first and self._compares else -1]
-        return [2 * position + ended, *checksum]
+        first = [] if self._windows else [_checksum_of(self._first) if self._has_first and self._compares else -1]
+        return [2 * position + ended, *first]
 
     def check(self, columns_by_rank: list[list[int]]) -> None:
         """Compare the ranks' :meth:`columns`. A collective if first batches differ.
@@ -122,15 +123,14 @@ def _random_states() -> tuple[Any, ...]:
     )
 
 
-def _checksum(batch: Any) -> int:
+def _checksum_of(batch: Any) -> int:
     """A checksum of a batch's tensors and of the plain values in it."""
-    checksum = zlib.crc32(repr(_plain_values(batch)).encode())
+    total = zlib.crc32(repr(_plain_values(batch)).encode())
     for tensor in leaves(batch):
         if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta:
-            bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            checksum = zlib.crc32(bits.numpy().tobytes(), checksum)
-        checksum = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), checksum)
-    return checksum
+            total = checksum(tensor, total)
+        total = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), total)
+    return total
 
 
 def _digest(batch: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from engine.checkpoint.resume import Loaded
 from engine.checkpoint.state_forms import Entries, Fields
 from engine.data.datamodule import DataModule
 from engine.loop.run import Run
+from engine.utils.checksums import sum_of_bits
 from engine.utils.log import logger
 from engine.utils.overrides import overridden
 from engine.utils.text import terminal_text
@@ -181,15 +182,15 @@ class LoadHooks:
 
 
 class _Fingerprint:
-    """A tensor's form and the sum of its bytes, by which a value that a hook sets is noticed."""
+    """A tensor's form and the sum of its bits, by which a value that a hook sets is noticed."""
 
     def __init__(self, tensor: Tensor, local: Tensor) -> None:
         self.parameter_id = id(tensor) if isinstance(tensor, nn.Parameter) else None
         self.form = (local.shape, local.dtype)
-        self.total = int(local.detach().contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
+        self.total = int(sum_of_bits(local))
 
     def is_other_value(self, before: _Fingerprint) -> bool:
-        """Whether the tensor has another value than ``before``; a parameter that was built anew has not."""
+        """Whether the tensor has another value than ``before``. A parameter that replaces another one is not compared."""
         is_same = (self.parameter_id, self.form) == (before.parameter_id, before.form)
         return is_same and self.total != before.total
 

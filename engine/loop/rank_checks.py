@@ -17,6 +17,7 @@ from engine.distributed.collectives import gather, gather_json
 from engine.distributed.group import Group
 from engine.loop.run import Run
 from engine.strategies.base import Strategy
+from engine.utils.checksums import checksum
 from engine.utils.errors import CheckError
 from engine.utils.parameters import is_sharded
 from engine.utils.tree import leaves
@@ -34,8 +35,8 @@ def compare_models(run: Run) -> None:
     """
     group, strategy = run.engine.group, run.engine.strategy
     versions = {"python": platform.python_version(), "torch": torch.__version__, "engine and callbacks": _sources()}
-    _check_equal(group, "versions", versions)
-    _check_equal(group, "models", {name: _parameter_form(strategy, p) for name, p in run.module.named_parameters()})
+    check_equal(group, "versions", versions)
+    check_equal(group, "models", {name: _parameter_form(strategy, p) for name, p in run.module.named_parameters()})
 
 
 def compare_ranks(run: Run) -> None:
@@ -46,8 +47,8 @@ def compare_ranks(run: Run) -> None:
     """
     group, strategy = run.engine.loss_group, run.engine.strategy
     parameters = run.module.named_parameters()
-    _check_equal(group, "parameters", {name: _parameter_fingerprint(strategy, p) for name, p in parameters})
-    _check_equal(
+    check_equal(group, "parameters", {name: _parameter_fingerprint(strategy, p) for name, p in parameters})
+    check_equal(
         group,
         "optimizers",
         {
@@ -57,7 +58,7 @@ def compare_ranks(run: Run) -> None:
         },
     )
     loaders = {"training": run.train_loader} | {f"validation {i}": loader for i, loader in enumerate(run.val_loaders)}
-    _check_equal(
+    check_equal(
         group, "loaders", {name: _loader_facts(loader) for name, loader in loaders.items() if loader is not None}
     )
 
@@ -75,7 +76,7 @@ def with_first_batch_compared(run: Run, micro_batches: Iterator[MicroBatch]) -> 
             f"tensor {i}": f"{t.dtype}, [batch{''.join(f', {n}' for n in t.shape[1:])}], {t.device.type}"
             for i, t in enumerate(tensors)
         }
-        _check_equal(group, "first batches", {"structure": type(batch).__name__, "tensors": len(tensors)} | forms)
+        check_equal(group, "first batches", {"structure": type(batch).__name__, "tensors": len(tensors)} | forms)
         for index, tensor in enumerate(tensors):
             _round_trip(group, index, tensor)
         yield batch, share
@@ -97,16 +98,15 @@ def _round_trip(group: Group, index: int, tensor: Tensor) -> None:
 
 def fingerprint(value: Tensor) -> str:
     """The dtype, the shape and a checksum of all bits, as text."""
-    bits = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return f"{value.dtype}, {list(value.shape)}, checksum {zlib.crc32(bits):08x}"
+    return f"{value.dtype}, {list(value.shape)}, checksum {checksum(value):08x}"
 
 
 def _sources() -> str:
     """A checksum of this library's source files: ranks with different versions may call different collectives."""
-    checksum, root = 0, Path(__file__).parents[2]
+    total, root = 0, Path(__file__).parents[2]
     for path in sorted(path for package in ("engine", "callbacks") for path in (root / package).rglob("*.py")):
-        checksum = zlib.crc32(path.read_bytes(), checksum)
-    return f"checksum {checksum:08x}"
+        total = zlib.crc32(path.read_bytes(), total)
+    return f"checksum {total:08x}"
 
 
 def _parameter_form(strategy: Strategy, parameter: Tensor) -> str:
@@ -146,19 +146,25 @@ def _on_host(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1 else value
 
 
-def _check_equal(group: Group, what: str, facts: dict[str, Any]) -> None:
-    """Raise a ``CheckError`` unless ``facts`` are the same on all ranks of ``group``; ``what``: the compared objects, for the message."""
+def check_equal(group: Group, what: str, facts: dict[str, Any], advice: str = "") -> None:
+    """Raise a ``CheckError`` unless ``facts`` are the same on all ranks of ``group``.
+
+    Args:
+        what: the compared objects, for the message.
+        advice: the end of the message; by default that of ``check=True``.
+    """
     facts_by_rank = gather_json(group, {name: str(value) for name, value in facts.items()})
-    first, differences = facts_by_rank[0], []
-    for rank, rank_facts in enumerate(facts_by_rank):
-        for name in dict.fromkeys([*first, *rank_facts]):
-            if rank_facts.get(name) != first.get(name):
-                differences.append(
-                    f"  {name}: rank 0 has {first.get(name, 'none of that name')}, rank {rank} has {rank_facts.get(name, 'none')}"
-                )
+    first = facts_by_rank[0]
+    differences = [
+        f"  {name}: rank 0 has {first.get(name, 'none of that name')}, rank {rank} has {rank_facts.get(name, 'none')}"
+        for rank, rank_facts in enumerate(facts_by_rank)
+        for name in dict.fromkeys([*first, *rank_facts])
+        if rank_facts.get(name) != first.get(name)
+    ]
     if differences:
         more = f"\n  and {len(differences) - MAX_LISTED} more" if len(differences) > MAX_LISTED else ""
         listed = "\n".join(differences[:MAX_LISTED]) + more
+        origin = "" if advice else "check=True: "
         raise CheckError(
-            f"check=True: the {what} differ between the ranks:\n{listed}\nAll ranks must build the same objects."
+            f"{origin}the {what} differ between the ranks:\n{listed}\n{advice or 'All ranks must build the same objects.'}"
         )

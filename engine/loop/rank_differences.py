@@ -7,23 +7,23 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.distributed.agreement import Compared
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
-from engine.loop.rank_checks import MAX_LISTED, comparable, fingerprint
+from engine.loop.rank_checks import MAX_LISTED, check_equal, comparable, fingerprint
 from engine.loop.run import Run
 from engine.step.optimizers import OptimizerSet
 from engine.strategies.base import Strategy
 from engine.strategies.ddp import DDP
 from engine.strategies.model_structure import TrainedParameters
-from engine.utils.errors import CheckError
+from engine.utils import accelerator
+from engine.utils.checksums import sum_of_bits
 from engine.utils.log import logger
 from engine.utils.parameters import is_sharded
 
 _requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MAX_FALSE_ALARMS = 3
 """How often the ranks compare parameters that some of them have changed alone, without finding a difference, until they stop looking for edits."""
 
@@ -46,8 +46,8 @@ class RankDifferences(Compared):
 
     A checksum of the first two travels with the ranks' :class:`engine.distributed.agreement.Agreement` and with saves. So do the parameters' version
     counters, which every change in place raises: only when a rank has changed parameters alone are their values compared. A change through
-    ``p.data`` raises none. Under DDP a save compares a checksum of the values, too, and warns once, because a device's kernels may round
-    differently on each rank; :class:`callbacks.ReplicaCheck` compares them at other times.
+    ``p.data`` raises none. Under DDP on CPUs a save compares a checksum of the values, too, and warns once, because kernels may round differently
+    on each rank; on other devices, where a save would wait for it, and at other times :class:`callbacks.ReplicaCheck` compares them.
 
     Args:
         group: the ranks.
@@ -70,7 +70,9 @@ class RankDifferences(Compared):
         self._versions = self._current_versions()
         self._settings: list[list[dict[str, Any]]] = []
         self._trained = b""
-        self._compares_values, self._has_warned = isinstance(strategy, DDP), False
+        # Elsewhere a save would wait for the device.
+        self._compares_values = isinstance(strategy, DDP) and not accelerator.has_streams(group.device)
+        self._has_warned = False
         self._false_alarms = 0
 
     def numbers(self) -> tuple[float, float]:
@@ -105,7 +107,8 @@ class RankDifferences(Compared):
             for j, group in enumerate(groups)
             for name, value in group.items()
         }
-        self._check_equal(
+        check_equal(
+            self._group,
             "hyperparameters",
             settings,
             "A callback, a hook or a schedule must set them on all ranks, to one value: share what only one rank knows with "
@@ -114,8 +117,8 @@ class RankDifferences(Compared):
         trained = {
             f"{name}.requires_grad": bool(flag) for name, flag in zip(self._model.named, self._trained, strict=True)
         }
-        self._check_equal(
-            "trained parameters", trained, "Freeze and unfreeze parameters on all ranks, at the same step"
+        check_equal(
+            self._group, "trained parameters", trained, "Freeze and unfreeze parameters on all ranks, at the same step"
         )
         self._compare_edits()
 
@@ -124,7 +127,8 @@ class RankDifferences(Compared):
         changes = [now - before for now, before in zip(self._current_versions(), self._versions, strict=True)]
         rows = gather_json(self._group, dict(zip(self._replica_names, changes, strict=True)))
         edited = [name for name in self._replica_names if len({row.get(name) for row in rows}) > 1]
-        self._check_equal(
+        check_equal(
+            self._group,
             "parameters",
             {name: fingerprint(self._model.named[name]) for name in edited},  # waits for the device
             "A callback, a hook or the module has changed them on some ranks only: under ddp each rank goes on with its own, and rank 0's are saved. "
@@ -142,8 +146,8 @@ class RankDifferences(Compared):
         """The sum over the bits of each replica under DDP."""
         if not self._compares_values or self._has_warned or not self._replicas:
             return []
-        sums = [_sum_of_bits(p.detach()) for p in self._replicas]
-        return torch.stack([total.to(sums[0].device) for total in sums]).tolist()  # waits for the device once
+        sums = [sum_of_bits(p) for p in self._replicas]
+        return torch.stack([total.to(sums[0].device) for total in sums]).tolist()
 
     def warn_of_values(self) -> None:
         rows = gather_json(self._group, dict(zip(self._replica_names, self._sums(), strict=True)))
@@ -160,28 +164,6 @@ class RankDifferences(Compared):
 
     def _current_versions(self) -> list[int]:
         return list(map(_version, self._replicas))
-
-    def _check_equal(self, what: str, facts: dict[str, Any], advice: str) -> None:
-        """Raise a ``CheckError`` unless ``facts`` are the same on all ranks; ``what``: their name for the message."""
-        rows = gather_json(self._group, {name: repr(value) for name, value in facts.items()})
-        differences = [
-            f"  {name}: rank 0 has {rows[0].get(name, 'none')}, rank {rank} has {row.get(name, 'none')}"
-            for rank, row in enumerate(rows)
-            for name in dict.fromkeys([*rows[0], *row])
-            if row.get(name) != rows[0].get(name)
-        ]
-        if differences:
-            more = [f"  and {len(differences) - MAX_LISTED} more"] if len(differences) > MAX_LISTED else []
-            listed = "\n".join(differences[:MAX_LISTED] + more)
-            raise CheckError(f"the {what} differ between the ranks:\n{listed}\n{advice}")
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's elements, taken as integers; 0 for classes of tensors that have no bits of their own. Shape ``()``."""
-    integers = _INTEGERS.get(tensor.element_size())
-    if integers is None or hasattr(tensor, "__tensor_flatten__"):
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    return tensor.contiguous().view(integers).sum(dtype=torch.int64)
 
 
 def _left_out_by_ddp(module: nn.Module) -> set[str]:

@@ -35,7 +35,6 @@ from engine.loop.hooks import Hooks
 from engine.loop.loaders import RunData, RunLoaders
 from engine.loop.logbook import Logbook
 from engine.loop.optimization import Optimization
-from engine.loop.pending_set_up import PendingSetUp
 from engine.loop.placed_module import PlacedModule
 from engine.loop.run_checkpoints import RunCheckpoints
 from engine.loop.run_snapshot import RunSnapshot
@@ -54,6 +53,14 @@ from engine.utils.garbage import Collector
 from engine.utils.log import StartLog, logger, warn_once
 from engine.utils.parameters import parameters_of
 from engine.utils.text import terminal_text
+
+
+class PendingSetUp:
+    """The set-up of a training while the hooks that come before it are called: :class:`engine.loop.setup.TrainingSetUp`."""
+
+    def complete(self) -> None:
+        """Set up the training now, unless it is done."""
+        raise NotImplementedError
 
 
 @with_advice

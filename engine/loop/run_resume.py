@@ -17,8 +17,7 @@ from engine.checkpoint.resume import Loaded, Resume, opening, replaced_hyperpara
 from engine.checkpoint.schedule_settings import ConfiguredSchedule
 from engine.distributed.collectives import all_or_none
 from engine.loop.load_hooks import LoadHooks
-from engine.loop.pending_set_up import PendingSetUp
-from engine.loop.run import Run
+from engine.loop.run import PendingSetUp, Run
 from engine.utils.log import logger
 
 _SHOWN = 6

@@ -23,8 +23,7 @@ from engine.loop.loaders import RunData
 from engine.loop.method_arguments import accepting
 from engine.loop.model_building import build_model
 from engine.loop.optimization import Optimization
-from engine.loop.pending_set_up import PendingSetUp
-from engine.loop.run import Run
+from engine.loop.run import PendingSetUp, Run
 from engine.loop.steps import AutomaticOptimization, ManualOptimization, PipelinedOptimization
 from engine.metrics.torchmetrics_values import connect_metrics
 from engine.module import TrainModule, overrides

@@ -379,8 +379,8 @@ class Recorder:
     def _adopt_metrics(self, offers: Offer) -> None:
         """Add metrics of the module that only other ranks have logged, because their updates on this rank count too."""
         for path, name, options in offers.values():
-            known = name in self._of_steps or name in self._of_hooks
-            if path is not None and not known and self.module is not None:
+            is_known = name in self._of_steps or name in self._of_hooks
+            if path is not None and not is_known and self.module is not None:
                 self.restore_metric(name, self.module.get_submodule(path), Options(*options))
 
     def state_dict(self) -> dict[str, Any]:

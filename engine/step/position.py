@@ -25,7 +25,7 @@ class Share(NamedTuple):
     samples: int = -1
     """Samples in the window, over all ranks; -1: not known, the samples of this batch."""
     empty: bool = False
-    """Whether the micro-batch has no samples, but is no repeated one."""
+    """Whether the micro-batch has no samples; a repeated one does not count as empty."""
     guess: str = ""
     """Why the micro-batch's size is a guess; empty: it is none."""
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from engine.utils import accelerator, torch_private
+from engine.utils.checksums import checksum
 from engine.utils.torch_private import DispatchMode, TensorBase, flatten, is_wrapper, map_only
 
 _SMALL = 1 << 20
@@ -78,7 +78,7 @@ class Constant:
         tensor = tensor.detach()
         if tensor.numel() * tensor.element_size() <= _SMALL:
             return cls(tensor.clone())
-        return cls(tensor, tensor._version, _checksum(tensor) if tensor.device.type == "cpu" else None)
+        return cls(tensor, tensor._version, checksum(tensor) if tensor.device.type == "cpu" else None)
 
     def value(self) -> Tensor:
         """The tensor.
@@ -87,7 +87,7 @@ class Constant:
             ValueError: its values have changed since.
         """
         is_changed = self.version is not None and self.tensor._version != self.version
-        if is_changed or (self.checksum is not None and _checksum(self.tensor) != self.checksum):
+        if is_changed or (self.checksum is not None and checksum(self.tensor) != self.checksum):
             raise ValueError(
                 f"configure_model gave a parameter the values of a tensor of shape {list(self.tensor.shape)} that has changed since, before the "
                 "parameter got its memory: leave that tensor as it is, or give the parameter its values in init_weights(self, module)"
@@ -142,7 +142,7 @@ class Operation:
     reads: list[Memory] = field(default_factory=list)
     """The memories whose values the result depends on."""
     outputs: list[View | None] = field(default_factory=list)
-    """By leaf of the result, the new tensor; ``None`` for what is no tensor, or is part of an argument."""
+    """By leaf of the result, the new tensor; ``None`` for other values, and for a part of an argument."""
     generator: torch.Generator | None = None
     state: Tensor | None = None
     """The state of ``generator`` before the operation, if it draws random numbers."""
@@ -573,8 +573,3 @@ def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
     return (leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor))
-
-
-def _checksum(tensor: Tensor) -> int:
-    values: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    return zlib.crc32(values)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -14,6 +12,7 @@ from torch.optim import Optimizer
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.strategies.dtensors import shard_count
+from engine.utils.checksums import checksum
 
 PLAIN = (bool, int, float, str)
 
@@ -88,10 +87,8 @@ def _group_values(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
                 yield f"{path!r} of parameter group {number}", _fingerprint(value)
 
 
-@torch.no_grad()
 def _fingerprint(value: Any) -> Any:
     """A JSON value that differs if the value does. Waits for the device."""
     if not isinstance(value, Tensor):
         return repr(value)
-    host = value.detach().cpu().contiguous().reshape(-1)
-    return [str(value.dtype), list(value.shape), zlib.crc32(host.view(torch.uint8).numpy().tobytes())]
+    return [str(value.dtype), list(value.shape), checksum(value)]

@@ -153,9 +153,9 @@ RATE = "optimizer 0, group 0, lr: rank 0 has 0.1, rank 1 has 0.2"
         ("rate_on_both", "step 40"),
         ("decay_fsdp", "optimizer 0, group 0, weight_decay: rank 0 has 0, rank 1 has 0.01"),
         ("freeze_fsdp", "first.bias.requires_grad: rank 0 has True, rank 1 has False"),
-        ("edit", "second.weight: rank 0 has 'torch.float32, [1, 3], checksum "),
+        ("edit", "second.weight: rank 0 has torch.float32, [1, 3], checksum "),
         ("edit_on_both", "step 40"),
-        ("edit_before_a_save", "second.weight: rank 0 has 'torch.float32, [1, 3], checksum "),
+        ("edit_before_a_save", "second.weight: rank 0 has torch.float32, [1, 3], checksum "),
         ("rewrite", "step 40"),
     ],
 )

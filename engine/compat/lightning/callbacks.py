@@ -22,6 +22,7 @@ from engine.compat.refusals import refusing
 from engine.config.duration import NEVER
 from engine.config.kinds import WholeNumber
 from engine.config.settings import checked_setting
+from engine.loop.run import Run
 from engine.utils.log import logger
 
 Device = torch.device | str | int | None
@@ -250,7 +251,7 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
     def last_model_path(self) -> str:
         return super().last_model_path if self._has_last_path else ""
 
-    def _name_without_metrics(self, run: Any) -> str:
+    def _name_without_metrics(self, run: Run) -> str:
         return own.ModelCheckpoint._name_without_metrics(self, run) + self.FILE_EXTENSION
 
     def _path(self, step: int) -> str:

@@ -23,7 +23,7 @@ from engine.compat.lightning.names import MODULES
 from engine.compat.lightning.plugins import CheckpointIO
 from engine.compat.lightning.trainer import Trainer
 from engine.compat.lightning.utilities import seed_everything
-from engine.config.described_objects import Kind, check_described
+from engine.config.described_objects import ObjectKind, check_described
 from engine.module import overrides
 from engine.strategies.base import Strategy
 from engine.utils.hard_links import separate
@@ -33,7 +33,10 @@ ArgsType = Any
 OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 _DATA = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
 _AUTOMATIC = "AUTOMATIC"
-_OF_TRAINER = {"strategy": Kind((Strategy,), "a strategy"), "plugins": Kind((CheckpointIO,), "a CheckpointIO")}
+_OF_TRAINER = {
+    "strategy": ObjectKind((Strategy,), "a strategy"),
+    "plugins": ObjectKind((CheckpointIO,), "a CheckpointIO"),
+}
 """The objects for arguments of ``Trainer`` that have no type, because strategies and plugins are also given by name."""
 _PATH = re.compile(r"(--[^=]+=)?(?:lightning\.pytorch|pytorch_lightning)\.([\w.]+)\.(\w+)")
 """The import path of one of Lightning's classes, as a value in a configuration or as a command-line argument."""
