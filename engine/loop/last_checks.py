@@ -38,6 +38,25 @@ def check_trained(run: Run) -> None:
         )
 
 
+def report_limit_passed(run: Run) -> None:
+    """Warn that a resumed training has trained nothing, because the training before it had reached a limit of this run already."""
+    settings, state, control = run.settings, run.state, run.control
+    at, name, setting = (
+        (f"step {state.step}", "max_steps", control.max_steps)
+        if run.stop_reason.startswith("max_steps")
+        else (f"epoch {state.finished_epochs}", "max_epochs", control.max_epochs)
+        if run.stop_reason.startswith("max_epochs")
+        else (f"{control.elapsed_s:.0f} s of training", "max_time", settings.max_time)
+    )
+    logger.warning(
+        "nothing was trained: the resumed training is at %s, and %s=%s was reached before. Limits count from the beginning of the training: "
+        "give a higher one to go on, or Resume(path, weights_only=True) to begin a new training with these weights",
+        at,
+        name,
+        setting,
+    )
+
+
 def without_loss(module: TrainModule, windows: int) -> str:
     """The message of an error: ``training_step`` has returned no loss for any batch."""
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -137,7 +138,19 @@ class RankDifferences(Compared):
         self._versions = self._current_versions()
         self._false_alarms += bool(edited)
         if self._false_alarms == MAX_FALSE_ALARMS:  # something changes them one by one and alike
-            self._replica_names, self._replicas, self._versions = [], [], []
+            self._stop_watching_edits(edited)
+
+    def _stop_watching_edits(self, edited: Sequence[str]) -> None:
+        """Look for edits no more, and say so once. ``edited``: the parameters that gave the latest false alarm."""
+        self._replica_names, self._replicas, self._versions = [], [], []
+        if self._group.is_main:
+            logger.warning(
+                "the ranks have changed %s at different times, but to the same values, %d times. Each such change costs a comparison of values, so from "
+                "now on parameters that a callback, a hook or the module changes on some ranks only are not looked for: change them on all ranks at "
+                "the same step, or let ReplicaCheck compare the ranks",
+                _listed(edited),
+                MAX_FALSE_ALARMS,
+            )
 
     def values(self) -> int:
         return sum(self._sums())
@@ -155,15 +168,20 @@ class RankDifferences(Compared):
         names = [name for name in self._replica_names if len({row.get(name) for row in rows}) > 1]
         if names and self._group.is_main:
             logger.warning(
-                "the ranks have different values of %s%s, although each has the whole model; rank 0's are saved. Either a callback, a hook or the "
+                "the ranks have different values of %s, although each has the whole model; rank 0's are saved. Either a callback, a hook or the "
                 "module has changed them on some ranks only, or to different values, or a device computes differently: ReplicaCheck finds the step "
                 "and the rank",
-                ", ".join(names[:MAX_LISTED]),
-                f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "",
+                _listed(names),
             )
 
     def _current_versions(self) -> list[int]:
         return list(map(_version, self._replicas))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names, and how many there are besides."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
 
 
 def _left_out_by_ddp(module: nn.Module) -> set[str]:
