@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from engine.data.deal import Deal, Shards
@@ -362,6 +363,10 @@ class ListFeed(IndexedFeed):
                 yield batches[i], WHOLE_WINDOW
             return
         count = self.counter.count if owner_counts else counted
+        if not owner_counts and batches and type(batches[0]) is Tensor:
+            count = self.counter.count
+            for batch in batches:  # it notices by all of them whether the time may come first
+                count(batch)
         ranks, used, rank = deal.world_size, deal.used, deal.rank
         full = ranks * window
         certain = ("",) * full

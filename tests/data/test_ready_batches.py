@@ -161,6 +161,17 @@ class Own:
         self.v = torch.tensor([float(value) for value in values], dtype=torch.float64)
 
 
+class Hidden:
+    """A batch of a class of the user's whose attributes show nothing."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = tuple(values)
+
+    @property
+    def v(self) -> Tensor:
+        return Own(self.values).v
+
+
 def edges(values: list[int]) -> Any:
     return {"edges": torch.zeros(2, 9), "v": Own(values).v}
 
@@ -181,6 +192,10 @@ def readable(values: list[int]) -> list[int]:
 def readable_pairs(values: list[int]) -> Any:
     kept = readable(values)
     return [Own(kept).v, torch.zeros(len(kept), 3)]
+
+
+def readable_objects(values: list[int]) -> Any:
+    return Own(readable(values))
 
 
 def readable_lists(values: list[int]) -> Any:
@@ -305,7 +320,7 @@ def left_out_on(ranks: int) -> dict[str, list[float]]:
     """The samples 1 to 11 without 5 and 10, asked for in four batches of 3, in two of 6, and in one of 12."""
     found = {}
     for batch in (3, 6, 12) if ranks == 1 else (3, 6):
-        for collate in (readable_pairs, readable_lists):
+        for collate in (readable_pairs, readable_lists, readable_objects):
             data: Any = DataLoader(range(12), batch_size=batch, collate_fn=collate)
             found[f"{collate.__name__}, {batch}"] = trained(Squares(), data, 12 // batch, ranks)
             data = DataLoader(
@@ -420,6 +435,11 @@ GUESSES = {
     "edges": lambda: parts(edges),
     "a constant": lambda: parts(constant_first),
     "a generator": lambda: iter(parts(edges)),
+    "time first": lambda: [torch.ones(length, 2, 1) for length in (3, 5, 4, 2)],
+    "time first, of numbers": lambda: iter([torch.ones(length, 2, dtype=torch.int64) for length in (3, 5, 4, 2)]),
+    "an object that shows nothing, of which some were left out": lambda: DataLoader(
+        range(24), batch_size=6, collate_fn=lambda values: Hidden(readable(values))
+    ),
     "edges of which some were left out": lambda: DataLoader(
         range(24), batch_size=6, collate_fn=lambda values: edges(readable(values))
     ),
@@ -444,6 +464,20 @@ class Counting(Silent):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         squares = self.squares(batch)
         return Loss((self.w * squares).sum(), len(squares))
+
+
+def test_attributes_of_an_object_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_warnings(monkeypatch)
+    with pytest.warns(UserWarning, match="only attributes of an object show it"):
+        assert trained(Squares(), parts(Own), 4) == pytest.approx([13.0, 13.0])
+
+
+def test_one_tensor_with_the_samples_first_is_no_guess() -> None:
+    rows = [torch.ones(size, 2) for size in (4, 3, 2, 1)]
+    windows = [torch.ones(size, 5, 3) for size in (4, 4, 4, 1)]
+    texts = [torch.ones(4, length, dtype=torch.int64) for length in (3, 5, 4, 2)]
+    for batches in (rows, windows, texts, iter(windows)):
+        trained(Squares(), batches, 4)
 
 
 def test_no_warning_where_no_guess_decides(monkeypatch: pytest.MonkeyPatch) -> None:
