@@ -144,8 +144,9 @@ class Run:
 
     @property
     def loggers(self) -> list[Any]:
-        """The callbacks that are loggers, in the order of the callbacks."""
-        return [callback for callback in self.callbacks if callback.is_logger]
+        """The callbacks that are loggers, in the order of the callbacks, or the objects for which they stand."""
+        loggers = (callback for callback in self.callbacks if callback.is_logger)
+        return [logger if logger.stands_for is None else logger.stands_for for logger in loggers]
 
     @cached_property
     def trainer(self) -> Any:

@@ -95,7 +95,8 @@ def configured(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
     """The optimizers and schedules in a result of ``configure_optimizers``, which may have any of Lightning's forms.
 
     Raises:
-        TypeError, ValueError: the result has another form, or an optimizer has no parameters to train.
+        TypeError, ValueError: the result has another form, an optimizer has no parameters to train, or a scheduler belongs to an optimizer that is
+            not returned.
     """
     optimizers, schedules = _parse(result)
     if len({id(o) for o in optimizers}) < len(optimizers):
@@ -105,7 +106,23 @@ def configured(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
             raise ValueError(
                 f"{type(optimizer).__name__} has no parameters to train: it was given none, or only frozen ones (requires_grad=False)"
             )
+    for schedule in schedules:
+        _check_owner(schedule.scheduler, optimizers)
     return optimizers, schedules
+
+
+def _check_owner(scheduler: Any, optimizers: list[Optimizer]) -> None:
+    """Check that a scheduler, with those in it, changes the rates of a returned optimizer. A wrapper shares the groups of the optimizer in it."""
+    for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        owner = getattr(part, "optimizer", None)
+        if not isinstance(owner, Optimizer):
+            continue
+        groups = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
+        if not any(id(group) in groups for group in owner.param_groups):
+            raise ValueError(
+                f"configure_optimizers: {type(part).__name__} was made for a {type(owner).__name__} that is not returned, so it would change no "
+                "learning rate of the training: make it for an optimizer that is returned, or return that optimizer too"
+            )
 
 
 def _parse(result: Any) -> tuple[list[Optimizer], list[Schedule]]:

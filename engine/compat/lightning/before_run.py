@@ -59,7 +59,7 @@ class BeforeRun(_NotStarted):
     evaluating = stopping = interrupted = terminated = False
     module = datamodule = train_loader = exception = num_train_batches = loaded_from = stop_request = None
     optimizers: tuple[Any, ...] = ()
-    schedulers = num_eval_batches = optimizers
+    schedulers = num_eval_batches = waiting_stops = optimizers
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

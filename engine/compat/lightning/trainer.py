@@ -15,10 +15,11 @@ from engine.compat.lightning.adapters import adapt
 from engine.compat.lightning.before_run import BeforeRun
 from engine.compat.lightning.callback import Callback as NamedCallback
 from engine.compat.lightning.events import TrainerStatus, original
+from engine.compat.lightning.file_loggers import FileLogger
 from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.compat.lightning.module import LightningModule
 from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401  # packages import it from there
-from engine.compat.lightning.trainer_translation import translate
+from engine.compat.lightning.trainer_translation import run_root, translate
 from engine.compat.lightning.trainer_view import TrainerView, Values
 from engine.fit import Fit
 from engine.loop.run import Run
@@ -82,6 +83,7 @@ class Trainer(TrainerView):
         """Train ``model``. ``ckpt_path``: the checkpoint to resume from; ``"last"``: the newest one, if there is any."""
         model, loaders, datamodule = self._adapt_objects(model, train_dataloaders, datamodule)
         pickled_checkpoint.check_complete(ckpt_path)
+        self._choose_root(trains=True, resumes=ckpt_path == "last")
         with pickled_checkpoint.readable("auto" if ckpt_path == "last" else ckpt_path, self._arguments["plugins"]) as resume:
             self.result = self._fit.run(model, loaders, val_dataloaders, datamodule=datamodule, resume=resume)
 
@@ -119,6 +121,7 @@ class Trainer(TrainerView):
         if ckpt_path == "best":
             ckpt_path = getattr(self.checkpoint_callback, "best_model_path", None) or "best"
         model, loaders, datamodule = self._adapt_objects(model, loaders, datamodule)
+        self._choose_root(trains=False, resumes=False)
         with pickled_checkpoint.readable(ckpt_path, self._arguments["plugins"]) as checkpoint:
             results = getattr(self._fit, verb)(model, loaders, datamodule=datamodule, checkpoint=checkpoint, **options)
         if verbose and self.progress_bar_callback is None:
@@ -139,6 +142,14 @@ class Trainer(TrainerView):
             part.trainer = self
         return model, loaders, datamodule
 
+    def _choose_root(self, *, trains: bool, resumes: bool) -> None:
+        """Let the next run write into the folder of its first logger. ``resumes``: it trains on from the newest checkpoint there is."""
+        for entry in self._loggers if trains else ():
+            if isinstance(entry, FileLogger):
+                entry.renew(resumes=resumes)
+        root_dir = run_root(self._loggers, self.default_root_dir)
+        self._fit.settings = replace(self._fit.settings, root_dir=root_dir)
+
     def attach_run(self, run: Run) -> None:
         """Make ``run``, which is starting, the trainer's current run; called by the module."""
         if run.world_size > 1 and not self._arguments["use_distributed_sampler"]:
@@ -149,7 +160,7 @@ class Trainer(TrainerView):
             self._trained = run
         self._run, run.trainer = run, self
         for entry in self._loggers:
-            if isinstance(entry, WrappedLogger):
+            if isinstance(entry, (WrappedLogger, FileLogger)):
                 entry.attach_run(run)
 
     def _continue_counters(self, run: Run) -> None:
@@ -200,7 +211,24 @@ class Trainer(TrainerView):
     logger = property(lambda self: next(iter(self._loggers), None), doc="The first of :attr:`loggers`, or ``None``.")
     model = lightning_module = property(lambda self: original(self._module), doc="The module.")
     datamodule = property(lambda self: original(self._datamodule), doc="The data module, or ``None``.")
-    default_root_dir = property(lambda self: str(self._arguments["default_root_dir"] or "."), doc="The argument of this name.")
+
+    @property
+    def default_root_dir(self) -> str:
+        """The argument of this name, with the home directory for ``~``; by default the current folder."""
+        root = self._arguments["default_root_dir"]
+        if root is None:
+            return os.getcwd()
+        return str(root) if "://" in str(root) else os.path.normpath(expanded(root))
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the first logger, or without loggers that of the run; before a run ``default_root_dir``."""
+        if self.logger is None:
+            return self.default_root_dir if isinstance(self._run, BeforeRun) else str(self._run.folder)
+        folder = getattr(self.logger, "log_dir", None)
+        if folder is None and isinstance(self._run, BeforeRun):
+            folder = getattr(self.logger, "save_dir", None)
+        return super().log_dir if folder is None and not isinstance(self._run, BeforeRun) else folder
 
     @property
     def _training(self) -> Run | BeforeRun:
@@ -222,6 +250,10 @@ class Trainer(TrainerView):
 
 def _logger(logger: Any) -> Any:
     """The logger to pass to ``Fit``: the one inside a wrapper, one of ours as it is, any other object adapted."""
-    if isinstance(logger, WrappedLogger):
+    if isinstance(logger, (WrappedLogger, FileLogger)):
         return logger.ours
-    return logger if isinstance(logger, Logger) else AdaptedLogger(logger)
+    if isinstance(logger, Logger):
+        return logger
+    adapted = AdaptedLogger(logger)
+    adapted.stands_for = logger
+    return adapted
