@@ -232,7 +232,7 @@ def adapted_callbacks(where: str, callbacks: Sequence[Any]) -> tuple[Callback, .
 
 def with_callbacks_of_module(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
     """Add the callbacks of ``module.configure_callbacks``; they replace callbacks of the same classes."""
-    configured = module.configure_callbacks()
+    configured = [] if module.configure_callbacks is None else module.configure_callbacks()
     of_module = adapted_callbacks(
         f"{type(module).__name__}.configure_callbacks",
         configured if isinstance(configured, (list, tuple)) else [configured],

@@ -102,7 +102,7 @@ class AdaptedModule(LightningModule, Adapter):
         return self.original(*args, **kwargs)
 
     def configure_callbacks(self) -> Any:
-        callbacks = self.original.configure_callbacks()
+        callbacks = [] if self.original.configure_callbacks is None else self.original.configure_callbacks()
         return [adapt(callback) for callback in (callbacks if isinstance(callbacks, (list, tuple)) else [callbacks])]
 
     def attach(self, context: Any) -> None:

@@ -16,6 +16,7 @@ from engine.compat.checked_arguments import as_device, checking_arguments, with_
 from engine.compat.lightning.arguments import CALLBACKS
 from engine.compat.lightning.callback import Callback
 from engine.compat.lightning.events import EVENTS
+from engine.compat.lightning.finetuning_functions import FinetuningFunctions
 from engine.compat.lightning.names import CLASSES, OF_CHECKPOINTS
 from engine.compat.lightning.pickled_checkpoint import FILE, write_checkpoint
 from engine.compat.refusals import refusing
@@ -92,11 +93,11 @@ class BasePredictionWriter(Callback, own.BasePredictionWriter):
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None: ...
 
 
-class BaseFinetuning(Callback, own.BaseFinetuning):
+class BaseFinetuning(FinetuningFunctions, Callback, own.BaseFinetuning):
     """:class:`callbacks.BaseFinetuning`."""
 
 
-class BackboneFinetuning(Callback, own.BackboneFinetuning):
+class BackboneFinetuning(FinetuningFunctions, Callback, own.BackboneFinetuning):
     """:class:`callbacks.BackboneFinetuning` with Lightning\'s arguments."""
 
     @with_arguments_of(own.BackboneFinetuning, CALLBACKS)

@@ -14,6 +14,7 @@ from engine.compat.lightning import pickled_checkpoint
 from engine.compat.lightning.adapters import adapt
 from engine.compat.lightning.before_run import BeforeRun
 from engine.compat.lightning.callback import Callback as NamedCallback
+from engine.compat.lightning.callback_log import let_log
 from engine.compat.lightning.events import TrainerStatus, original
 from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.compat.lightning.module import LightningModule
@@ -148,6 +149,7 @@ class Trainer(TrainerView):
             self._continue_counters(run)
             self._trained = run
         self._run, run.trainer = run, self
+        let_log(run.callbacks, run.module)
         for entry in self._loggers:
             if isinstance(entry, WrappedLogger):
                 entry.attach_run(run)

@@ -10,6 +10,7 @@ import torch
 
 import engine.callbacks as own
 from engine.compat.lightning.before_run import BeforeRun
+from engine.compat.lightning.callback_log import let_log
 from engine.compat.lightning.events import RunningStage, TrainerFn, TrainerStatus, original
 from engine.compat.lightning.logged_values import Values, latest_shown, latest_values, names_withheld
 from engine.compat.lightning.loop_view import FitLoopView
@@ -32,6 +33,8 @@ class TrainerView:
 
     def __init__(self, run: Run | BeforeRun) -> None:
         object.__setattr__(self, "_run", run)
+        if isinstance(run, Run):
+            let_log(run.callbacks, run.module)
 
     def __getattr__(self, name: str) -> NoReturn:
         if hasattr(
