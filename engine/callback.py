@@ -183,6 +183,9 @@ class Callback:
         """Called when the checkpoint at ``path`` has been deleted because it no longer ranks among those to keep; when: see
         :meth:`on_checkpoint_saved`."""
 
+    def note_methods(self) -> None:
+        """Take note of methods that were set on the object since the last call. An adapter of another library's callback forwards them."""
+
     @property
     def state_key(self) -> str:
         """The key under which a checkpoint stores :meth:`state_dict`: by default the name of the class.

@@ -465,6 +465,9 @@ class TrainModule(nn.Module):
             for module, context, recorder in detached:
                 module._context, module._log_recorder = context, recorder
 
+    def note_methods(self) -> None:
+        """Take note of methods that were set on the object since the last call. An adapter of another library's module forwards them."""
+
     def log_to(self, recorder: Recorder | ClosedRecorder) -> None:
         """Send logged values to ``recorder`` from now on; called by the run."""
         self._log_recorder = recorder

@@ -76,6 +76,7 @@ def sanity_check(run: Run) -> None:
         with watched(run):
             run.logbook.sanity_names = set().union(*validate(run, None if count < 0 else count))
         call_hooks(run, run.hooks.on_sanity_check_end)
+        run.logbook.sanity = None
 
 
 def evaluate(
@@ -124,7 +125,11 @@ def evaluate(
             for recorder in all_recorders:
                 recorder.clear()
         logbook.record_to(outer_recorder)
-        if run.stage != "sanity":
+        if run.stage in ("validate", "test"):
+            logbook.close(f"after the {name}'s epoch", f"log it in on_{name}_epoch_end")
+        if run.stage == "sanity":
+            logbook.sanity = EvaluationValues([*values, shared], all_recorders)
+        else:
             for recorder, epoch_values in zip(all_recorders, [*values, shared], strict=True):
                 if epoch_values:
                     run.publish(dict(epoch_values), recorder)

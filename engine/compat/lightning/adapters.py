@@ -98,6 +98,10 @@ class AdaptedModule(LightningModule, Adapter):
         _redirect_to_run(base)
         self.forward_overrides(base, _forwarded_methods(base))
 
+    def note_methods(self) -> None:
+        base = lightning_base(type(self.original), "LightningModule")
+        self.forward_overrides(base, _forwarded_methods(base))
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.original(*args, **kwargs)
 

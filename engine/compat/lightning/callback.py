@@ -106,7 +106,11 @@ class AdaptedCallback(OwnCallback, Adapter):
 
     def __init__(self, original: Any) -> None:
         self.original = original
-        self.forward_overrides(lightning_base(type(original), "Callback"), (*EVENTS, "state_dict", "load_state_dict"))
+        self.note_methods()
+
+    def note_methods(self) -> None:
+        base = lightning_base(type(self.original), "Callback")
+        self.forward_overrides(base, (*EVENTS, "state_dict", "load_state_dict"))
 
     def translated(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         return listener(self, name, method) if name in EVENTS else method

@@ -40,6 +40,10 @@ class WrappedLogger(Logger):
             self.root_dir = str(Path(expanded(self.save_dir)) / (self.name or "") / (version or ""))
         self.ours = self.of(**arguments)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A run and a tracker belong to this process.
+        return {**vars(self), "_run": None, "_experiment": None}
+
     def translate_arguments(self, arguments: dict[str, Any]) -> Any:
         """Change ``arguments`` in place to those of the wrapped logger, and return the experiment's name."""
         return arguments.pop("name", "lightning_logs")

@@ -10,11 +10,11 @@ from torch import nn
 
 from engine.compat.lightning import pickled_checkpoint
 from engine.compat.lightning.events import WITH_STAGE, lightning_arguments, with_stage
+from engine.compat.lightning.optimizer import LightningOptimizer
 from engine.data.datamodule import DataModule
 from engine.loop.run import Run
 from engine.metrics.recorder import ClosedRecorder, Recorder
 from engine.module import TrainModule, overrides
-from engine.step.wrappers import PreparedOptimizer as LightningOptimizer  # noqa: F401
 
 T = TypeVar("T")
 _TRANSLATED = ("on_train_batch_end", *WITH_STAGE)
@@ -66,6 +66,14 @@ class LightningModule(TrainModule):
             if context is not None:
                 part.trainer = self.trainer
             TrainModule.attach(part, context)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer of ``configure_optimizers``, or a list of several, with ``optimizer`` and ``toggle_model``; ``use_pl_optimizer=False``: without
+        these."""
+        optimizers = self._attached("optimizers()").optimizers
+        if use_pl_optimizer:
+            optimizers = [LightningOptimizer(optimizer, self) for optimizer in optimizers]
+        return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def log_to(self, recorder: Recorder | ClosedRecorder) -> None:
         super().log_to(recorder)
