@@ -97,6 +97,11 @@ class Callback:
         return None
 
     @property
+    def monitored(self) -> str | None:
+        """The name of the metric that this callback follows, which something has to log; ``None``: it follows none."""
+        return getattr(self, "monitor", None)
+
+    @property
     def finds_best(self) -> bool:
         """Whether this callback sets ``run.best_checkpoint`` by a metric."""
         return False

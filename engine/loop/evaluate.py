@@ -42,6 +42,8 @@ def validate(run: Run, limit: int | None = None, *, was_due: bool = True) -> lis
         run.optimization.before_validation()
     began, checkpoint_s, outer_recorder = time.perf_counter(), run.times.checkpoint, run.logbook.recorder
     run.engine.checkpoint_writer.before_validation()
+    if run.loaders.reload_for("validation", run.state.epoch):
+        run.loaders.for_validation(run.val_every)
     for loader in run.loaders.validation:
         loader.set_epoch(run.state.epoch)  # so that a shuffled loader gives the same order after a resume
     results: list[dict[str, float]] = []

@@ -232,7 +232,7 @@ def set_up_optimizers(run: Run) -> None:
         if not module.may_train_nothing:
             raise TypeError(message)
         _warn(run, message)
-    raw_optimizers, schedules = configured(configuration)
+    raw_optimizers, schedules = configured(configuration, module.automatic_optimization)
     if overridden:
         check_parameters(module, raw_optimizers)
     engine.prepared.saves = any(callback.is_checkpoint for callback in run.callbacks)

@@ -185,8 +185,9 @@ def find_next_due_step(run: Run) -> None:
 def begin_epoch(run: Run) -> Iterator[MicroBatch]:
     """Set the window and the loader to the position in the epoch, call ``on_train_epoch_start`` and return the iterator over micro-batches."""
     state, loaders = run.state, run.loaders
-    loaders.locate(state)
+    loaders.reload_for("train", state.epoch)
     loader = loaders.training()
+    loaders.locate(state)
     loader.resume(state.epoch, state.position, loaders.take_stream())
     find_next_due_step(run)
     run.logbook.begin_epoch()

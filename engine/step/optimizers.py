@@ -91,8 +91,10 @@ def counters(optimizer: Any) -> set[str]:
     return set(optimizer.defaults) - set(inspect.signature(type(optimizer)).parameters)
 
 
-def configured(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
+def configured(result: Any, automatic: bool = True) -> tuple[list[Optimizer], list[Schedule]]:
     """The optimizers and schedules in a result of ``configure_optimizers``, which may have any of Lightning's forms.
+
+    ``automatic``: whether the run steps the schedulers, and not the module.
 
     Raises:
         TypeError, ValueError: the result has another form, or an optimizer has no parameters to train.
@@ -105,6 +107,9 @@ def configured(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
             raise ValueError(
                 f"{type(optimizer).__name__} has no parameters to train: it was given none, or only frozen ones (requires_grad=False)"
             )
+    if automatic:
+        for schedule in schedules:
+            schedule.check_monitor()
     return optimizers, schedules
 
 

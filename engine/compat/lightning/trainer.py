@@ -148,6 +148,7 @@ class Trainer(TrainerView):
             argument = "use_distributed_sampler"
             raise ValueError(f"Trainer({argument}=False) has no counterpart on {run.world_size} ranks{hint('setting', argument)}")
         if run.stage == "fit":
+            run.loaders.reload_every = self._arguments["reload_dataloaders_every_n_epochs"]
             self._continue_counters(run)
             self._trained = run
         self._run, run.trainer = run, self
