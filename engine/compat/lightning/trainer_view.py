@@ -306,7 +306,12 @@ class TrainerView:
     validate_loop = property(lambda self: EvaluationLoopView(self, "validate"), doc="The validation's loop.")
     test_loop = property(lambda self: EvaluationLoopView(self, "test"), doc="The test's loop.")
     predict_loop = property(lambda self: EvaluationLoopView(self, "predict"), doc="The prediction's loop.")
-    profiler = property(lambda self: ProfilerView(), doc="Names parts of the code for torch's profiler.")
+
+    @property
+    def profiler(self) -> Any:
+        """Names parts of the code for torch's profiler."""
+        return vars(self).setdefault("_profiler", ProfilerView())
+
 
     # -- objects ----------------------------------------------------------------------------------------------------------------
 
