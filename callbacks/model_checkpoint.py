@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from engine import Run
 
+_COUNTERS = ("epoch", "step")
+"""Counters that ``monitor`` may name; they need not be logged, nor measured by a validation."""
 _LONGEST_NAME = 200
 """Longest name of a checkpoint in bytes: file systems allow 255, and suffixes are added."""
 
@@ -61,7 +63,8 @@ class ModelCheckpoint(Callback):
         """
         Args:
             every: a Duration: ``"1 epochs"``, ``"500 steps"``, ``"10 min"``, an int of steps; ``None``: only at the end.
-            monitor: the name of the logged metric that ranks checkpoints; ``None``: the newest is the best.
+            monitor: the name of the logged metric that ranks checkpoints, or ``"epoch"`` or ``"step"`` for the run's counters; ``None``: the newest
+                is the best.
             mode: ``"min"``: a smaller ``monitor`` is better; ``"max"``: a larger one.
             save_top_k: number of best checkpoints to keep; -1 keeps all.
             save_last: also keep the newest checkpoint, whatever its score.
@@ -105,6 +108,10 @@ class ModelCheckpoint(Callback):
         self._is_own = False
         # Step of the save in progress, and scores and names of the checkpoints before it.
         self._save_under_way: tuple[int, dict[int, float | None], dict[int, str]] | None = None
+
+    @property
+    def monitored(self) -> str | None:
+        return None if self.monitor in _COUNTERS else self.monitor
 
     @property
     def finds_best(self) -> bool:
@@ -229,7 +236,7 @@ class ModelCheckpoint(Callback):
                 run.engine.settle()
                 name = self._name(run, self._metrics(run), None)
                 self.scores[run.step], self.names[run.step] = None, name
-                self._waits_for_score = self.monitor is not None and _has_validation(run)
+                self._waits_for_score = self._awaits_validation(run)
                 self._is_own = True
                 run.last_checkpoint = run.save_checkpoint(name)
 
@@ -280,7 +287,7 @@ class ModelCheckpoint(Callback):
             self._permanent_next = True
         if self.every.due(step, epoch_end, elapsed_s, epochs):
             run.engine.settle()  # a step whose overflow check is still on the device now counts, or was skipped
-            self._waits_for_score = self.monitor is not None and _has_validation(run) and run.validated_step != run.step
+            self._waits_for_score = self._awaits_validation(run) and run.validated_step != run.step
             if not (self._waits_for_score and epoch_end is None and _validates_now(run)):
                 self._save(run)
 
@@ -365,7 +372,7 @@ class ModelCheckpoint(Callback):
         return _usual_name(run.step)
 
     def _name(self, run: Run, metrics: Mapping[str, float], score: float | None) -> str:
-        if self._names_metrics and score is None and self.monitor is not None and _has_validation(run):
+        if self._names_metrics and score is None and self._awaits_validation(run):
             return self._name_without_metrics(run)  # the metrics of an earlier step, or none
         values: dict[str, Any] = {**metrics, "epoch": run.state.epoch, "step": run.step}
         try:
@@ -378,14 +385,24 @@ class ModelCheckpoint(Callback):
         used_names = {used for step, used in self.names.items() if step != run.step}
         return f"{name}-step={run.step}" if name in used_names else name
 
+    def _counts(self, run: Run) -> bool:
+        """Whether ``monitor`` is a counter of the run, and no metric of the same name is logged."""
+        return self.monitor in _COUNTERS and self.monitor not in run.metrics
+
+    def _awaits_validation(self, run: Run) -> bool:
+        """Whether a score needs a validation of the saved weights."""
+        return self.monitor is not None and not self._counts(run) and _has_validation(run)
+
     def _score(self, run: Run, metrics: Mapping[str, float]) -> float | None:
         """Return the value of ``monitor`` for the current weights; ``None``: not measured.
 
         Raises:
             ValueError: the metric was not logged.
         """
-        if self.monitor is None or (_has_validation(run) and run.validated_step != run.step):
+        if self.monitor is None or (self._awaits_validation(run) and run.validated_step != run.step):
             return None
+        if self._counts(run):
+            return float(run.step if self.monitor == "step" else run.state.epoch)
         if self.monitor not in metrics:
             logged = ", ".join(sorted(metrics)) or "none"
             where = "validation_step" if run.val_loaders else f"training_step: {NO_VALIDATION}"

@@ -25,6 +25,7 @@ from engine.distributed import failures
 from engine.distributed.environments import detect
 from engine.launch.script_ranks import joined_group
 from engine.loop.evaluate import call_hooks, evaluate, predict, sanity_check
+from engine.loop.late_methods import take_late_methods
 from engine.loop.lifecycle import collecting_garbage, in_folder, log_start, session, watched
 from engine.loop.loaders import RunData
 from engine.loop.out_of_memory import noting_what_finds_a_fit
@@ -291,6 +292,7 @@ class Fit:
             sanity_check(run)
             if run.settings.check:
                 compare_ranks(run)
+            take_late_methods(run)
             call_epoch_hooks(run, run.hooks.on_train_start)
             with watched(run), collecting_garbage(run), run.optimizer_set.modes.training():
                 train(run)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ class Run:
     nonfinite: tuple[str, ...] = ()
     """Names of weights that were not finite at the training's end; see :attr:`engine.Result.nonfinite`."""
     _pending_set_up: PendingSetUp | None = None
+    methods_of_steps: Mapping[str, Any] = MappingProxyType({})
+    """By name, the methods of the module that the training's set-up has handed to the steps."""
     evaluating = False
     """Whether a validation, test or prediction is in progress, also within a training."""
 

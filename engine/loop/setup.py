@@ -19,6 +19,7 @@ from engine.engine import Engine
 from engine.loop.callback_states import check_keys
 from engine.loop.closure_step import STEP_METHODS, ClosureOptimization, check_closures
 from engine.loop.first_checks import check_parameters, report_misspelled
+from engine.loop.late_methods import take_late_methods
 from engine.loop.loaders import RunData
 from engine.loop.method_arguments import accepting
 from engine.loop.model_building import build_model
@@ -102,6 +103,7 @@ def call_setup_hooks(run: Run, building: AbstractContextManager[Any] | None = No
     if not module.built:
         with nullcontext() if building is None else building, run.engine.strategy.building():
             build_model(module)
+    take_late_methods(run)
     if stage == "fit":
         _separate_random_numbers(run)
 
@@ -230,7 +232,7 @@ def set_up_optimizers(run: Run) -> None:
         if not module.may_train_nothing:
             raise TypeError(message)
         _warn(run, message)
-    raw_optimizers, schedules = configured(configuration)
+    raw_optimizers, schedules = configured(configuration, module.automatic_optimization)
     if overridden:
         check_parameters(module, raw_optimizers)
     engine.prepared.saves = any(callback.is_checkpoint for callback in run.callbacks)
@@ -245,6 +247,7 @@ def set_up_optimizers(run: Run) -> None:
             schedule.check()
     run.optimization = choose_optimization(run, raw_optimizers)
     run.optimizer_set.fill(run.optimization.optimizers, schedules, module.automatic_optimization)
+    run.methods_of_steps = run.hooks.methods_of_steps(module)
 
 
 def choose_optimization(run: Run, optimizers: list[Optimizer]) -> Optimization:

@@ -91,8 +91,10 @@ def counters(optimizer: Any) -> set[str]:
     return set(optimizer.defaults) - set(inspect.signature(type(optimizer)).parameters)
 
 
-def configured(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
+def configured(result: Any, automatic: bool = True) -> tuple[list[Optimizer], list[Schedule]]:
     """The optimizers and schedules in a result of ``configure_optimizers``, which may have any of Lightning's forms.
+
+    ``automatic``: whether the run steps the schedulers, and not the module.
 
     Raises:
         TypeError, ValueError: the result has another form, an optimizer has no parameters to train, or a scheduler belongs to an optimizer that is
@@ -108,6 +110,8 @@ def configured(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
             )
     for schedule in schedules:
         _check_owner(schedule.scheduler, optimizers)
+        if automatic:
+            schedule.check_monitor()
     return optimizers, schedules
 
 

@@ -44,6 +44,10 @@ class WrappedLogger(Logger):
         self.ours = self.of(**arguments)
         self.ours.stands_for = self
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A run and a tracker belong to this process.
+        return {**vars(self), "_run": None, "_experiment": None}
+
     def translate_arguments(self, arguments: dict[str, Any]) -> Any:
         """Change ``arguments`` in place to those of the wrapped logger, and return the experiment's name."""
         return arguments.pop("name", "lightning_logs")

@@ -119,7 +119,6 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     },
 }
 """Our class -> attributes of ``Trainer`` (``"Fit"``, ``"Run"``, ``"Result"``) or Fabric (``"Engine"``) that it lacks -> what to use instead."""
-_LOOPS = "the loops are functions without a state of their own: counters are in self.run.state"
 VIEW = {
     **dict.fromkeys(
         ("fit", "validate", "test", "predict"), "a run trains and evaluates through the Fit that started it"
@@ -128,11 +127,9 @@ VIEW = {
     "barebones": "there is nothing to switch off",
     "distributed_sampler_kwargs": "use trainer.world_size and trainer.global_rank",
     "enable_validation": "use trainer.val_dataloaders",
-    **dict.fromkeys(("validate_loop", "test_loop", "predict_loop"), _LOOPS),
     "init_module": "build parts of the model in configure_model",
     "max_time": "use self.run.settings.max_time",
     **dict.fromkeys(("precision_plugin", "scaler"), "use trainer.precision, and self.run.engine"),
-    "profiler": "use torch.profiler.record_function(name): callbacks=[Profiler()] shows it",
     "reload_dataloaders_every_n_epochs": "a dataset may read other files from set_epoch or in each pass",
 }
 """Attributes of Lightning's ``Trainer`` that a :class:`TrainerView` lacks -> what to use instead."""

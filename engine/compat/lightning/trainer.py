@@ -8,12 +8,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.callback import Callback
 from engine.compat.checked_arguments import checking_arguments
 from engine.compat.lightning import pickled_checkpoint
 from engine.compat.lightning.adapters import adapt
 from engine.compat.lightning.before_run import BeforeRun
 from engine.compat.lightning.callback import Callback as NamedCallback
+from engine.compat.lightning.callback_log import let_log
 from engine.compat.lightning.events import TrainerStatus, original
 from engine.compat.lightning.file_loggers import FileLogger
 from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
@@ -66,7 +69,7 @@ class Trainer(TrainerView):
         active = [*translation.other_callbacks, *(callback for callback in translation.callbacks if not getattr(callback, "idle", False))]
         self._fit = Fit(**translation.settings, callbacks=[*map(_logger, translation.loggers), *map(adapt, active)])
         self._module: Any = None
-        self._trained: Run | None = None
+        self._trained: Run | BeforeRun | None = None
         self._datamodule: Any = None
         super().__init__(BeforeRun(self._fit.settings))
 
@@ -156,9 +159,11 @@ class Trainer(TrainerView):
             argument = "use_distributed_sampler"
             raise ValueError(f"Trainer({argument}=False) has no counterpart on {run.world_size} ranks{hint('setting', argument)}")
         if run.stage == "fit":
+            run.loaders.reload_every = self._arguments["reload_dataloaders_every_n_epochs"]
             self._continue_counters(run)
             self._trained = run
         self._run, run.trainer = run, self
+        let_log(run.callbacks, run.module)
         for entry in self._loggers:
             if isinstance(entry, (WrappedLogger, FileLogger)):
                 entry.attach_run(run)
@@ -203,7 +208,22 @@ class Trainer(TrainerView):
             complete_file.unlink()
         run.engine.wait_for_everyone()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A run belongs to this process. A copy or a pickle has the settings, the objects, the counters and the values, and can train on.
+        run = BeforeRun.instead_of(self._run, self._fit.settings, self.callback_metrics)
+        trained = None if self._trained is None else BeforeRun.instead_of(self._trained, self._fit.settings, {})
+        return {**vars(self), "_run": run, "_trained": trained}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
     # -- attributes that differ from the view's -----------------------------------------------------------------------------------
+
+    @property
+    def profiler(self) -> Any:
+        """The given profiler if it is an object with ``profile``, else one that names parts of the code for torch's profiler."""
+        given = self._arguments["profiler"]
+        return given if hasattr(given, "profile") else super().profiler
 
     device_ids = property(lambda self: [*range(self.num_devices)], doc="One index per process of this machine.")
     callbacks = property(lambda self: self._callbacks, doc="The given callbacks and Lightning's default ones.")
@@ -236,7 +256,9 @@ class Trainer(TrainerView):
 
     @property
     def callback_metrics(self) -> Values:
-        return Values() if isinstance(self._run, BeforeRun) else super().callback_metrics
+        if isinstance(self._run, BeforeRun):
+            return Values({name: torch.tensor(value) for name, value in self._run.values.items()})
+        return super().callback_metrics
 
     @property
     def _stage(self) -> str:
