@@ -68,7 +68,7 @@ def new_run(
         sync_batchnorm=settings.sync_batchnorm,
     )
     settings, origins = combinations.configured_by_strategy(settings, resolved.origins, engine.strategy)
-    refuse_uncalled(module, *settings.callbacks)
+    refuse_uncalled(stage, module, *settings.callbacks)
     callbacks = tuple(
         c
         for c in (with_callbacks_of_module(module, settings.callbacks) if callbacks is None else callbacks)

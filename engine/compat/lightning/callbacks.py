@@ -23,11 +23,10 @@ from engine.compat.lightning.checkpoint_notices import notify
 from engine.compat.lightning.epoch_ends import acts_at_epoch_ends, has_validation
 from engine.compat.lightning.events import EVENTS
 from engine.compat.lightning.finetuning_functions import FinetuningFunctions
-from engine.compat.lightning.names import CLASSES, OF_CHECKPOINTS
+from engine.compat.lightning.names import OF_CHECKPOINTS
 from engine.compat.lightning.pickled_checkpoint import FILE, write_checkpoint
 from engine.compat.lightning.stopping_reason import EarlyStoppingReason as EarlyStoppingReason
 from engine.compat.lightning.stopping_reason import NamesReason
-from engine.compat.refusals import refusing
 from engine.config.duration import NEVER
 from engine.config.kinds import WholeNumber
 from engine.config.settings import checked_setting
@@ -213,7 +212,6 @@ class PyTorchProfiler(Callback, own.Profiler):
 RichModelSummary = ModelSummary
 ServableModule = own.ServableModule
 Profiler = Callback
-__getattr__ = refusing("engine.compat.lightning.callbacks", CLASSES)
 
 
 class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
