@@ -28,6 +28,7 @@ _DOORS = {
     "accelerate": "engine.interop.accelerate",
 }
 """Packages of the libraries -> those that replace them in an import; the first match counts."""
+_DEMOS = "lightning.pytorch.demos of the installed Lightning has its toys, which Fit and this Trainer take as they are"
 RENAMED = lightning.RENAMED | accelerate.RENAMED
 """The libraries' names of classes and functions -> the names in ``engine``."""
 
@@ -103,8 +104,8 @@ def failed_import(package: str, name: str = "") -> str:
         return ""
     api = library_name(f"{package}.{name}".rstrip("."))
     assert api is not None
-    if sentence := lightning.ABSENT.get(api.path.split(".")[0]) if api.library == "lightning" else None:
-        return sentence
+    if api.library == "lightning" and api.path.split(".")[0] == "demos":
+        return _DEMOS
     value, path = find_in_interop(api)
     if value is not None and "." in path.removeprefix(INTEROP_PACKAGES[api.library]):
         return f"{path} has it" if name else f"import from {path.rpartition('.')[0]}"

@@ -158,7 +158,8 @@ Question: TypeAlias = (
 )
 LOADED = (
     "a checkpoint is no pickle, which torch.load needs: load_from_checkpoint(path) and ckpt_path=path take it; or set "
-    "engine.interop.lightning.callbacks.ModelCheckpoint.pickles = True before the training, which writes files for torch.load"
+    "engine.interop.lightning.callbacks.ModelCheckpoint.pickles = True before the training, or give save_checkpoint(path, pickle=True): these "
+    "write files for torch.load"
 )
 """What to do where a script opens a checkpoint with ``torch.load``."""
 PLATEAU = (
