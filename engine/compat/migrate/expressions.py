@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from collections import ChainMap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 from engine.compat.migrate.constants import Constants
-from engine.compat.migrate.counterparts import find_in_interop, is_package
+from engine.compat.migrate.counterparts import counterpart, find_in_interop, is_package
 from engine.compat.migrate.imports import (
     ROOTS,
     TRANSFORMERS,
@@ -84,6 +84,8 @@ class Walker(ast.NodeVisitor):
         self.imported: dict[str, ast.stmt] = {}
         self._constants = Constants(source.tree)
         self._import_may_fail = False
+        self._attribute_may_fail = False
+        self._tested_attributes: list[str] = []
         self._class: ClassInfo | None = None
         self._self: Value | None = None
         self._values: ChainMap[str, Value] = ChainMap()
@@ -152,19 +154,26 @@ class Walker(ast.NodeVisitor):
 
     def _of_annotation(self, annotation: ast.expr) -> Value | None:
         """The value of an argument with this annotation, if one of the classes that it allows is known."""
-        for alternative in _alternatives(annotation):
-            meaning = self.names.meaning(alternative, self.source)
-            if isinstance(meaning, ClassInfo):
-                return Value(object_of_user_class(meaning) or PLAIN_OBJECT, meaning)
-            if isinstance(meaning, Api) and meaning.library == TRANSFORMERS:
-                return Value(object_of_library(meaning))
-            if isinstance(meaning, Api):
-                if meaning.name == "Trainer" and self._self is not None:
-                    return Value(known_objects()["trainer of a callback"])
-                name = FOLLOWED.get(meaning.name) or KINDS.get(meaning.name)
-                if name is not None:
-                    return Value(known_objects()[name])
-        return None
+        alternatives = [*_alternatives(annotation)]
+        value = next(filter(None, map(self._of_alternative, alternatives)), None)
+        others = (item for item in alternatives if not _is_none(item) and self._of_alternative(item) is None)
+        if value is not None and any(others):  # an object of another class may have any attribute
+            return Value(replace(value.known_object, all_names_known=False), value.cls)
+        return value
+
+    def _of_alternative(self, alternative: ast.expr) -> Value | None:
+        """The value of an argument that is annotated with one class, if that is known."""
+        meaning = self.names.meaning(alternative, self.source)
+        if isinstance(meaning, ClassInfo):
+            return Value(object_of_user_class(meaning) or PLAIN_OBJECT, meaning)
+        if not isinstance(meaning, Api):
+            return None
+        if meaning.library == TRANSFORMERS:
+            return Value(object_of_library(meaning))
+        if meaning.name == "Trainer" and self._self is not None:
+            return Value(known_objects()["trainer of a callback"])
+        name = FOLLOWED.get(meaning.name) or KINDS.get(meaning.name)
+        return None if name is None else Value(known_objects()[name])
 
     # -- values of expressions ---------------------------------------------------------------------------------------------------
 
@@ -191,7 +200,8 @@ class Walker(ast.NodeVisitor):
                 isinstance(context, ast.Call)
                 and getattr(context.func, "attr", getattr(context.func, "id", "")) == "suppress"
             ):
-                self._import_may_fail |= any(map(_catches_import_error, context.args))
+                caught = {name for argument in context.args for name in _caught_names(argument)}
+                self._import_may_fail |= bool(caught & {"ImportError", "ModuleNotFoundError", "Exception"})
         for statement in node.body:
             self.visit(statement)
         self._import_may_fail = outer
@@ -368,17 +378,25 @@ class Walker(ast.NodeVisitor):
 
     def visit_Try(self, node: ast.Try) -> None:
         outer = self._import_may_fail
-        self._import_may_fail |= any(_catches_import_error(handler.type) for handler in node.handlers)
+        caught = {name for handler in node.handlers for name in _caught_names(handler.type)}
+        self._import_may_fail |= bool(caught & {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
+        outer_attributes = self._attribute_may_fail
+        self._attribute_may_fail |= bool(caught & {"AttributeError", "Exception", "BaseException"})
         for statement in node.body:
             self.visit(statement)
         self._import_may_fail = outer
-        for part in (*node.handlers, *node.orelse, *node.finalbody):
+        for part in (*node.handlers, *node.orelse):
             self.visit(part)
+        self._attribute_may_fail = outer_attributes
+        for statement in node.finalbody:
+            self.visit(statement)
 
     def visit_If(self, node: ast.If) -> None:
         outer = self._import_may_fail
         self.visit(node.test)
         tested = self._constants.enter_branch(node.test)
+        attributes = [*_tested_attributes(node.test)]
+        self._tested_attributes += attributes
         self._import_may_fail |= getattr(node.test, "attr", getattr(node.test, "id", "")) == "TYPE_CHECKING"
         for statement in node.body:
             self.visit(statement)
@@ -386,6 +404,13 @@ class Walker(ast.NodeVisitor):
         for statement in node.orelse:
             self.visit(statement)
         self._constants.leave_branch(tested)
+        del self._tested_attributes[len(self._tested_attributes) - len(attributes) :]
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        attributes = [*_tested_attributes(node.test)]
+        self._tested_attributes += attributes
+        self.generic_visit(node)
+        del self._tested_attributes[len(self._tested_attributes) - len(attributes) :]
 
     def _record_name(self, node: ast.expr, call: ast.Call | None = None) -> bool:
         """Record that ``node`` names a library's class or function, or an attribute of one; return whether it does."""
@@ -393,8 +418,8 @@ class Walker(ast.NodeVisitor):
         if not isinstance(api, Api) or is_package(api) or api.path in _ONLY_IN_TESTS:
             return isinstance(api, Api)
         head, _, name = api.path.rpartition(".")
-        if head and isinstance(node, ast.Attribute) and _is_plain_object(Api(api.library, head)):
-            return self._record_name(node.value)  # an attribute of a function or a value, such as `rank_zero_only.rank`
+        if head and isinstance(node, ast.Attribute) and _has_unknown_attributes(Api(api.library, head)):
+            return self._record_name(node.value)
         owner = object_of_library(Api(api.library, head)) if head else PLAIN_OBJECT
         if owner.engine_class is not None or owner.interop_class is not None or owner.advice:
             self._record_attribute(owner, name, node, call)
@@ -427,6 +452,8 @@ class Walker(ast.NodeVisitor):
             self._record_attribute(owner.known_object, name, node, call)
 
     def _record_attribute(self, known_object: KnownObject, name: str, node: ast.expr, call: ast.Call | None) -> None:
+        if not any(known_object.members(name)) and (self._attribute_may_fail or name in self._tested_attributes):
+            return  # the source is prepared for an object without the attribute
         is_set = isinstance(getattr(node, "ctx", None), ast.Store)
         defined_by_user = known_object.is_trainer and name in self.names.names_of_trainer_subclasses
         self._record(node, Attribute(known_object, name, call, is_set, defined_by_user))
@@ -462,17 +489,30 @@ _ONLY_IN_TESTS = ("test_utils.training.mocked_dataloaders",)
 """Names that Accelerate's examples import only for their own tests; they are not reported."""
 
 
-def _is_plain_object(api: Api) -> bool:
-    """Whether a library's name stands for a function or a value here, neither for a module nor for a class."""
-    value = None if api.library == TRANSFORMERS else find_in_interop(api)[0]
-    return value is not None and not isinstance(value, (ModuleType, type))
+def _has_unknown_attributes(api: Api) -> bool:
+    """Whether the name can be judged, but not its attributes: a function, a value, such as ``rank_zero_only``, or a name that is not there."""
+    if api.library == TRANSFORMERS:
+        return False
+    match = counterpart(api)
+    value = match.engine_object or find_in_interop(api)[0]
+    return not isinstance(value, (ModuleType, type)) and not is_package(api)
 
 
-def _catches_import_error(caught: ast.expr | None) -> bool:
-    """Whether ``except caught`` catches an ``ImportError``; ``None``: everything."""
+def _caught_names(caught: ast.expr | None) -> set[str]:
+    """The names of the exceptions that ``except caught`` catches; ``None``: everything."""
     kinds = caught.elts if isinstance(caught, ast.Tuple) else [caught]
-    names = {getattr(kind, "attr", getattr(kind, "id", "")) for kind in kinds}
-    return caught is None or bool(names & {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
+    return {"BaseException"} if caught is None else {getattr(kind, "attr", getattr(kind, "id", "")) for kind in kinds}
+
+
+def _tested_attributes(test: ast.expr) -> Iterator[str]:
+    """Yield the literal names of ``hasattr(x, "name")`` in a condition."""
+    for node in ast.walk(test):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "hasattr" and len(node.args) == 2:
+            yield str(getattr(node.args[1], "value", ""))
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _forwards(constructor: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> bool:
@@ -497,6 +537,11 @@ def _alternatives(annotation: ast.expr) -> Iterator[ast.expr]:
     if isinstance(annotation, ast.BinOp):
         yield from _alternatives(annotation.left)
         yield from _alternatives(annotation.right)
+    elif isinstance(annotation, ast.Constant) and isinstance(annotation.value, str) and "|" in annotation.value:
+        try:
+            yield from _alternatives(ast.parse(annotation.value, mode="eval").body)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            yield annotation
     elif isinstance(annotation, ast.Subscript):
         inner = annotation.slice
         yield from inner.elts if isinstance(inner, ast.Tuple) else [inner]

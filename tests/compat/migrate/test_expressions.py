@@ -121,6 +121,28 @@ class Outer:
     assert [line for line, _, verdict in uses_of(tmp_path, text) if verdict == CHANGE] == [12, 13]
 
 
+def test_attributes_for_whose_lack_a_source_is_prepared(tmp_path: Path) -> None:
+    text = f"""\
+{HEAD}
+class Net(pl.LightningModule):
+    def on_fit_start(self):
+        try:
+            self.trainer.no_such_name
+        except AttributeError:
+            self.trainer.another_name
+        if hasattr(self.trainer, "num_gpus"):
+            self.trainer.num_gpus
+        return self.trainer.device if hasattr(self.trainer, "device") else None
+def f(either: pl.Trainer | list, trainer: "pl.Trainer | None"):
+    either.no_such_name
+    trainer.no_such_name
+if pl.__version__.startswith("2"): ...
+"""
+    found = [(line, name) for line, name, verdict in uses_of(tmp_path, text) if verdict == CHANGE]
+    assert [each for each in found if each[0] != 15] == [(14, "Trainer.no_such_name")]
+    assert all(name.endswith("__version__") for line, name in found if line == 15)
+
+
 def test_a_trainer(tmp_path: Path) -> None:
     text = f"""\
 {HEAD}
