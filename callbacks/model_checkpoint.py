@@ -126,7 +126,10 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_model_path(self) -> str:
-        """Path or URL of the best checkpoint, the first of :attr:`best_k_models`; empty if there is none."""
+        """Path or URL of the best checkpoint, the first of :attr:`best_k_models`; empty if there is none.
+
+        It is a folder without a pickle, which ``torch.load`` does not open: ``load_from_checkpoint`` and the ``resume`` or ``checkpoint`` of a run do.
+        """
         return next(iter(self.best_k_models), "")
 
     @property

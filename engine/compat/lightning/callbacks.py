@@ -215,7 +215,10 @@ Profiler = Callback
 
 
 class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
-    """:class:`callbacks.ModelCheckpoint` with Lightning\'s arguments. A checkpoint is complete, in a folder named as Lightning names its file."""
+    """:class:`callbacks.ModelCheckpoint` with Lightning\'s arguments. A checkpoint is complete, in a folder named as Lightning names its file.
+
+    ``torch.load`` does not open that folder, which ``best_model_path`` names: ``load_from_checkpoint`` and ``ckpt_path`` do; see :attr:`pickles`.
+    """
 
     FILE_EXTENSION = ".ckpt"
     pickles = False
