@@ -41,7 +41,8 @@ class ReplayedStep:
     data: str = "a stream"
     """A name of the kind of data, for texts, if its samples are not known."""
     losses: list[list[float]] = field(default_factory=list)
-    """By rank, the loss of each micro-batch; sum / count for an :class:`engine.Loss`."""
+    """By rank, the loss of each micro-batch, in manual optimization of each backward pass in the step's batch; sum / count for an
+    :class:`engine.Loss`."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Values that the step logged, over all ranks."""
     grad_norm: float | None = None
@@ -214,6 +215,10 @@ class StepWatch(Callback):
         self._micro_batches = 0
         self._handles: list[Any] = []
         self._outer_anomaly = False
+        self._step_before_batch = self._observed_from = 0
+        self._most_steps: int | None = None
+        """The largest number of steps in a batch so far; ``None``: there was no batch yet. More than one in manual optimization only."""
+        self._reads_gradients = False
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         step, settings = self.step, run.settings
@@ -230,11 +235,19 @@ class StepWatch(Callback):
         run.loaders.window_factor = step.recorded_ranks // step.ranks
 
     def on_train_batch_start(self, run: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
-        if run.step != self.step.step - 1:
+        self._step_before_batch = run.step
+        if not self._may_have_step(run):
             return
         if not self.seen:
             self._begin(run, module)
         self._check(f"the batch of micro-batch {len(self._losses)}", batch)
+
+    def _may_have_step(self, run: Run) -> bool:
+        """Whether the batch that starts now can have the observed step. A batch in manual optimization may have several steps."""
+        steps_before = self.step.step - 1 - run.step
+        if run.module.automatic_optimization:
+            return steps_before == 0
+        return steps_before == 0 or (steps_before > 0 and (self._most_steps is None or steps_before < self._most_steps))
 
     def on_before_backward(self, run: Run, module: nn.Module, loss: Any) -> None:
         if self._handles:
@@ -244,7 +257,9 @@ class StepWatch(Callback):
             self._losses.append(number)
 
     def _gradients(self, run: Run, module: nn.Module, optimizer: Any) -> None:
-        """Record the norms of gradients; a hook of ``on_before_optimizer_step`` that exists only in the observed step."""
+        """Record the norms of gradients; a hook of ``on_before_optimizer_step`` that is added in the observed step."""
+        if not self._handles:
+            return
         try:
             norms = run.engine.grad_norms(module, optimizer=optimizer)
         except ValueError:  # the strategy does not show gradients
@@ -257,19 +272,43 @@ class StepWatch(Callback):
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._handles:
+            self._count_steps(run)
             return
         self._micro_batches += 1
         if len(self._losses) < self._micro_batches and (loss := loss_in(outputs, type(module).__name__)) is not None:
             # A pipeline does not call on_before_backward.
             self.on_before_backward(run, module, loss)
         run.engine.settle()
-        if run.step != self.step.step - 1:
+        self._count_steps(run)
+        if run.step >= self.step.step:
             self._end(run)
             # Set directly instead of run.stop(): all ranks get here at the same step, so there is nothing to agree on.
             run.control.reason = f"step {self.step.step} was replayed"
+        elif run.step > self._observed_from:
+            self._forget()
+
+    def _count_steps(self, run: Run) -> None:
+        """Note the number of steps in the batch that ends now.
+
+        Raises:
+            ValueError: it had the observed step, and was not observed.
+        """
+        steps, before = run.step - self._step_before_batch, self._step_before_batch
+        if not self.seen and before < self.step.step - 1 and run.step >= self.step.step:
+            raise ValueError(
+                f"replay(step={self.step.step}): this step is not the first of its batch, which has more steps than those before it: "
+                f"replay(step={before + 1}) observes the whole batch"
+            )
+        self._most_steps = max(self._most_steps or 0, steps)
+
+    def _forget(self) -> None:
+        """Discard the observations: the batch had steps, but not yet the one to observe."""
+        self._unwatch()
+        self.seen, self._losses, self._micro_batches, self.step.nonfinite = False, [], 0, None
+        self.step.grad_norms, self.step.grad_norm = {}, None
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
-        if self.seen and step == self.step.step and not self.step.metrics:
+        if self.seen and step >= self.step.step and not self.step.metrics:
             self.step.metrics.update(metrics)
 
     def on_train_end(self, run: Run, module: nn.Module) -> None:
@@ -282,7 +321,7 @@ class StepWatch(Callback):
 
     def _begin(self, run: Run, module: nn.Module) -> None:
         """Start observing: the step begins with this micro-batch."""
-        self.seen = True
+        self.seen, self._observed_from = True, run.step
         step, state = self.step, run.state
         step.epoch = state.epoch
         assert run.train_loader is not None
@@ -291,7 +330,9 @@ class StepWatch(Callback):
         self._handles = [inner.register_forward_hook(self._hook(name)) for name, inner in module.named_modules()]
         self._outer_anomaly = torch.is_anomaly_enabled()
         # Only in the step to observe: reading gradients unscales them separately, which rounds differently than in the original run.
-        run.hooks.add("on_before_optimizer_step", f"[Callback]{self.state_key}", self._gradients)
+        if not self._reads_gradients:
+            run.hooks.add("on_before_optimizer_step", f"[Callback]{self.state_key}", self._gradients)
+            self._reads_gradients = True
         if self.detect_anomaly:
             torch.autograd.set_detect_anomaly(True)
 

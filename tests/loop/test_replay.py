@@ -274,6 +274,50 @@ def test_a_run_that_began_with_a_checkpoint_does_not_start_at_its_seed(
     assert found.samples == seen.samples[step]
 
 
+class Manual(Net):
+    """Steps of its own: ``steps(batch_idx)`` of a batch."""
+
+    automatic_optimization = False
+
+    def steps(self, batch_idx: int) -> int:
+        return 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for _ in range(self.steps(batch_idx)):
+            loss = self.layers(batch[0]).square().mean()
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+
+class Sometimes(Manual):
+    """Its third batch has two steps, the others have one."""
+
+    def steps(self, batch_idx: int) -> int:
+        return 2 if batch_idx == 2 else 1
+
+
+class SeenPasses(Seen):
+    def on_before_backward(self, run: Run, module: nn.Module, loss: Any) -> None:
+        self.losses.setdefault(run.step + 1, []).append(float(loss.detach()))
+
+
+def test_a_batch_with_several_steps_is_observed_whole(tmp_path: Path) -> None:
+    seen = SeenPasses()
+    made = fit(tmp_path, max_epochs=1, seed=7, callbacks=[seen])
+    made.run(Manual(), data())
+    for step in (1, 2, 5, 6, 16):
+        first = step - (step - 1) % 2
+        found = made.replay(Manual(), data(), step=step)
+        assert found.losses == [[*seen.losses[first], *seen.losses[first + 1]]]
+        assert found.samples == seen.samples[first]
+    assert made.run(Sometimes(), data()).step == 9
+    with pytest.raises(ValueError, match=r"replay\(step=4\): .* replay\(step=3\) observes the whole batch"):
+        made.replay(Sometimes(), data(), step=4)
+    assert len(made.replay(Sometimes(), data(), step=3).losses[0]) == 2
+    assert len(made.replay(Sometimes(), data(), step=5).losses[0]) == 1
+
+
 class Killed(Callback):
     """Kills its rank without a warning after a step."""
 
