@@ -12,7 +12,7 @@ from support.toys import Weight, fit, ones
 from torch import nn
 
 from callbacks import ModelCheckpoint
-from engine import lr_schedule
+from engine import Engine, lr_schedule
 
 COSINE_HALF = 0.5 * (1 + math.cos(math.pi / 4))
 
@@ -74,6 +74,22 @@ def test_a_resumed_run_has_the_rates_of_an_undisturbed_one(tmp_path: Path) -> No
     fit(tmp_path, max_epochs=2).run(rest, ones(3), resume=tmp_path / "checkpoints" / "step=00000004")
     assert first.rates == whole.rates
     assert rest.rates == whole.rates[4:]
+
+
+def test_in_a_loop_of_your_own_its_scheduler_is_prepared() -> None:
+    engine, model = Engine(), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    entry = lr_schedule(optimizer, "linear", warmup=2, total_steps=4)
+    with pytest.raises(TypeError, match=r"give the scheduler in it, entry\['scheduler'\]"):
+        engine.prepare(entry)
+    model, optimizer, scheduler = engine.prepare(model, optimizer, entry["scheduler"])
+    rates = []
+    for _ in range(4):
+        rates.append(optimizer.param_groups[0]["lr"])
+        engine.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+        scheduler.step()
+    assert rates == [0.0, 0.5, 1.0, 0.5]
 
 
 @pytest.mark.parametrize(
