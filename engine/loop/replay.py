@@ -117,13 +117,15 @@ class StartingPoint:
                 f"{problem} the run began with {self.began_with}. If it resumed from there, give run={self.began_with!r}; if it took the "
                 "weights alone, load them into the module and give run=None"
             )
-        recorded = recorded_values(self.manifest).get("seed", seed)
-        if seed is None or recorded is None:
-            raise ValueError(
-                f"{problem} without a seed its start cannot be repeated: train with Fit(seed=), or save more with ModelCheckpoint"
-            )
-        if recorded != seed:
+        values = recorded_values(self.manifest)
+        recorded = values.get("seed")
+        if recorded is not None and recorded != seed:
             raise ValueError(f"{problem} the run had seed={recorded}, not {seed}: give the settings that the run had")
+        if seed is None or (recorded is None and "seed" in values):
+            unknown = "" if "seed" in values else "give the seed that the run had, "
+            raise ValueError(
+                f"{problem} without a seed its start cannot be repeated: {unknown}train with Fit(seed=), or save more with ModelCheckpoint"
+            )
 
     def check_module(self, step: int, module: TrainModule) -> None:
         """Check that ``module`` can have the weights with which a run began, where a replay of ``step`` starts again.
@@ -164,9 +166,9 @@ def starting_point(run: str | Path | None, step: int) -> StartingPoint:
     folder = folder_at(run)
     if folder is None:
         parent, _, name = str(run).rstrip("/").rpartition("/")
-        run_folder = (parent or ".") if name == FIRST else str(run)
-        if record := run_root_of(run_folder).record(0):
-            return StartingPoint("", run_folder, {}, record.began_with)
+        for run_folder in (str(run), *([parent or "."] if name == FIRST else [])):
+            if record := run_root_of(run_folder).record(0):
+                return StartingPoint("", run_folder, {}, record.began_with)
     storage, names = find_in(run, folder)
     manifests = storage.manifests()
     steps = {name: saved for name, manifest in manifests.items() if (saved := _saved_step(manifest)) is not None}

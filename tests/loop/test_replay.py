@@ -237,14 +237,14 @@ def test_a_nan_in_the_first_epoch_of_a_run_without_checkpoints(
 
 def test_a_start_that_cannot_be_repeated_is_an_error(tmp_path: Path) -> None:
     made, used = trained(tmp_path, Seen()), Net()
-    with pytest.raises(
-        ValueError, match=r"step=2\).* without a seed its start cannot be repeated: train with Fit\(seed=\)"
-    ):
+    with pytest.raises(ValueError, match=r"step=2\).* the run had seed=7, not None"):
         fit(tmp_path, max_epochs=2).replay(Net(), data(), run=tmp_path, step=2)
+    with pytest.raises(ValueError, match=r"without a seed .*: give the seed that the run had, train with Fit"):
+        fit(tmp_path, max_epochs=2).replay(Net(), data(), step=2)
     with pytest.raises(ValueError, match="the run had seed=7, not 8"):
         fit(tmp_path, max_epochs=2, seed=8).replay(Net(), data(), run=tmp_path, step=2)
     unseeded = trained(tmp_path / "unseeded", Seen(), used, seed=None)
-    with pytest.raises(ValueError, match="without a seed"):
+    with pytest.raises(ValueError, match="without a seed its start cannot be repeated: train with"):
         made.replay(Net(), data(), run=unseeded.settings.root_dir, step=2)
     with pytest.raises(ValueError, match=r"this Net was trained for 16 step\(s\): give a new one"):
         made.replay(used, data(), run=tmp_path, step=2)
