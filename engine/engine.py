@@ -187,6 +187,9 @@ class Engine:
 
         Objects of other kinds, and objects that are prepared already, are returned unchanged. Overridden ``prepare_model``, ``prepare_optimizer``,
         ... of a subclass are used.
+
+        Raises:
+            TypeError: an object is the entry of a scheduler for ``configure_optimizers``, rather than the scheduler.
         """
         prepared = tuple(map(self._prepare_one, objects))
         return prepared[0] if len(prepared) == 1 else prepared
@@ -202,6 +205,11 @@ class Engine:
             return self.prepare_scheduler(item)
         if isinstance(item, (DataLoader, CombinedLoader)):
             return self.prepare_data_loader(item)
+        if isinstance(item, dict) and isinstance(item.get("scheduler"), LRScheduler):
+            raise TypeError(
+                "prepare() got an lr_scheduler of configure_optimizers, as lr_schedule() returns it: give the scheduler in it, "
+                "entry['scheduler'], and call its step() in your loop"
+            )
         return item
 
     def prepare_model(self, model: nn.Module, *, autocast: bool = True) -> nn.Module:

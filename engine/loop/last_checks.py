@@ -75,7 +75,7 @@ def report_nonfinite(run: Run) -> None:
         return
     names = sorted(set().union(*gather_json(run.engine.group, _nonfinite(run))))
     run.nonfinite = tuple(names[:MOST])
-    if names and run.is_main_process:
+    if names and run.is_main_process and "nonfinite" not in run.warned:
         logger.warning(
             "the training ends at step %d with weights that are NaN or infinite: %s%s. Continue from an earlier checkpoint; "
             "Fit(on_nonfinite='raise') ends a run at the first such step and names the parameters, 'skip' leaves such steps out, "

@@ -139,7 +139,7 @@ class Run:
             self.control,
         )
         self.warned: set[str] = set()
-        """The warnings that this run has given already: ``"nan"``, ``"endless"``."""
+        """The warnings that this run has given already, or does not give: ``"nan"``, ``"endless"``, ``"nonfinite"``."""
         self.logs_itself = not any(callback.shows_progress for callback in callbacks)
         """Whether the run logs metrics itself, because no callback shows progress."""
         # Last, so that an error above leaves the module without a recorder.
