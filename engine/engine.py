@@ -426,6 +426,8 @@ class Engine:
         missing_loss.drop(self.window, self.loss_group.world_size, self.scaler is not None)
         if self.group.world_size > 1:
             self.strategy.backward_nothing(self.models, self.sync_gradients)
+            if self.window.position.share.size:
+                missing_loss.warn_of_zero()
 
     def window_has_loss(self) -> bool:
         """Whether any rank had a loss in the window that ends here. Only a rank without one (``window.weights.fed`` is false) needs to ask."""

@@ -363,9 +363,11 @@ class ListFeed(IndexedFeed):
                 yield batches[i], WHOLE_WINDOW
             return
         count = self.counter.count if owner_counts else counted
-        if not owner_counts and batches and type(batches[0]) is Tensor:
+        if not owner_counts and any(batch is None or type(batch) is Tensor for batch in batches):
             count = self.counter.count
-            for batch in batches:  # it notices by all of them whether the time may come first
+            for batch in (
+                batches
+            ):  # all of them show whether the time may come first, and whether None is a batch without samples
                 count(batch)
         ranks, used, rank = deal.world_size, deal.used, deal.rank
         full = ranks * window

@@ -35,6 +35,8 @@ class SampleCounter:
         owners = (data, getattr(data, "dataset", None), getattr(data, "collate_fn", None))
         self.owner: CountsSamples | None = next((owner for owner in owners if isinstance(owner, CountsSamples)), None)
         """The object that counts; ``None``: the batches show it."""
+        self._has_batches = False
+        """Whether a batch was counted that is not ``None``: where all are, the module makes its own data, and each counts as one sample."""
         self._single_tensors = SingleTensors()
 
     def follow(self, owner: CountsSamples | None) -> None:
@@ -51,6 +53,9 @@ class SampleCounter:
             TypeError, ValueError: the user's ``count_samples`` returns no number of samples.
         """
         if self.owner is None:
+            if batch is None and list_length is None:
+                return (0, "") if self._has_batches else counted(batch)
+            self._has_batches = True
             if list_length is None and type(batch) is Tensor and batch.ndim:
                 return batch.size(0), self._single_tensors.doubt(batch)
             return counted(batch, list_length)

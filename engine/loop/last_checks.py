@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.checkpoint.tensor_files import is_dtensor
 from engine.distributed.collectives import gather_json
+from engine.loop.optimization import Optimization
 from engine.loop.run import Run
 from engine.loop.state import status_of
 from engine.module import TrainModule
@@ -30,7 +31,7 @@ def check_trained(run: Run) -> None:
     if run.state.step != run.first_step or not run.state.batches or status_of(run.stop_reason) != "completed":
         return
     if optimization.windows_without_loss and run.optimizers and not run.module.may_train_nothing:
-        raise ValueError(without_loss(run.module, optimization.windows_without_loss))
+        raise ValueError(without_loss(run.module, optimization))
     if not run.module.automatic_optimization and run.optimizers and run.is_main_process:
         logger.warning(
             "%s.training_step, with automatic_optimization=False, has not called step() of any optimizer: nothing was trained",
@@ -57,8 +58,14 @@ def report_limit_passed(run: Run) -> None:
     )
 
 
-def without_loss(module: TrainModule, windows: int) -> str:
+def without_loss(module: TrainModule, optimization: Optimization) -> str:
     """The message of an error: ``training_step`` has returned no loss for any batch."""
+    windows = optimization.windows_without_loss
+    if not optimization.samples_left_out:
+        return (
+            f"every batch ({windows} windows) was None or without samples, and {type(module).__name__}.training_step returned None for it, so "
+            "nothing was trained: the loader or its collate function leaves out all samples; if the batches are None on purpose, return the loss"
+        )
     return (
         f"{type(module).__name__}.training_step returned None for every batch ({windows} windows), so nothing was trained: "
         "return the loss. None leaves a batch out, and configure_optimizers that returns [] trains nothing on purpose"

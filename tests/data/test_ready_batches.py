@@ -211,6 +211,8 @@ class Squares(TrainModule):
         self.w = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch is None:
+            return None
         squares = self.squares(batch)
         self.log("mean", squares.mean(), on_step=False, on_epoch=True)
         return (self.w * squares).mean() if len(squares) else self.w * 0.0
@@ -333,6 +335,10 @@ def left_out_on(ranks: int) -> dict[str, list[float]]:
     return found
 
 
+def none_if_empty(batch: Any) -> Any:
+    return batch if len(batch) else None
+
+
 def empty_on(ranks: int) -> dict[str, Any]:
     """Samples 1 and 3 with batches without samples between them."""
 
@@ -344,6 +350,11 @@ def empty_on(ranks: int) -> dict[str, Any]:
         "list": batches,
         "stream": DataLoader(Flow(4), batch_size=1, collate_fn=collate),
         "map-style": DataLoader(range(4), batch_size=1, collate_fn=collate),
+        "list with None": [none_if_empty(batch) for batch in batches],
+        "stream with None": DataLoader(Flow(4), batch_size=1, collate_fn=lambda values: none_if_empty(collate(values))),
+        "map-style with None": DataLoader(
+            range(4), batch_size=1, collate_fn=lambda values: none_if_empty(collate(values))
+        ),
     }
     found = {name: trained(Squares(), loader, 4, ranks) for name, loader in data.items()}
     fit = Fit(accelerator="cpu", seed=1)
@@ -423,8 +434,8 @@ def test_samples_that_a_collate_function_leaves_out_do_not_weigh(ranks: int, req
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_zero_samples_stay_zero(ranks: int, request: Any) -> None:
     found = empty_on(1) if ranks == 1 else request.getfixturevalue("two")["counts"][0]["empty"]
-    for name in ("list", "stream", "map-style"):
-        assert found[name] == [5.0, 5.0]
+    for name in ("list", "stream", "map-style", "list with None", "stream with None", "map-style with None"):
+        assert found[name] == [5.0, 5.0], name
     assert found["val"] == 5.0
     assert found["predicted"] == [0, 1, 0, 1]
     assert found["predicted from a list"] == [1, 0, 1, 0]

@@ -53,6 +53,7 @@ from engine.strategies.deepspeed.shards import Shards
 from engine.strategies.owned_step import OwnedStepper, OwnsStep
 from engine.utils import accelerator, torch_private
 from engine.utils.log import warn_once
+from engine.utils.loss import LEAVE_OUT
 from engine.utils.parameters import of_classes, parameters_of
 
 stacks.know_sharding("deepspeed.runtime.zero.", Path("deepspeed", "utils", "nvtx.py"))
@@ -378,7 +379,7 @@ class DeepSpeed(Strategy, OwnsStep):
         if self.zero_stage:
             raise ValueError(
                 f"training_step returned None on rank {self.group.rank} under DeepSpeed, whose backward passes all ranks run together: "
-                "return Loss(out.sum() * 0, 0) to leave this micro-batch out"
+                f"{LEAVE_OUT}"
             )
 
     def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
