@@ -188,7 +188,7 @@ fn
 
 
 def test_a_sentence_ends_where_an_item_a_cell_or_a_paragraph_does() -> None:
-    text = "One `two. three` four. Five\nsix?\n\n- seven [eight nine](x.md)\n  ten\n- eleven\n\n| a b | `c \\| d` |\n\n## A head\n"
+    text = "One `two. three` four. ![Six](x.svg) Five\nsix?\n\n- seven [eight nine](x.md)\n  ten\n- eleven\n\n| a b | `c \\| d` |\n\n## A head\n"
     whole = ["One CODE four.", "Five six?", "seven eight nine ten", "eleven", "a b", "CODE"]
     assert list(sentences(text)) == whole
 

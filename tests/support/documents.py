@@ -106,7 +106,8 @@ def sentences(text: str) -> Iterator[str]:
         else:
             parts[-1] += f" {line}"
     for part in parts:
-        plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "CODE", part))
+        shown = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", re.sub(r"`[^`]*`", "CODE", part))  # without pictures
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", shown)
         yield from (each.strip() for each in re.split(r"(?<=[.!?])\s+", plain) if each.strip())
 
 

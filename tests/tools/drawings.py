@@ -12,6 +12,8 @@ from pathlib import Path
 PICTURES = Path(__file__).resolve().parents[2] / "examples" / "pictures"
 FONT = "ui-sans-serif, system-ui, Helvetica, Arial, sans-serif"
 INK, QUIET, LINE = "#1f2937", "#4b5563", "#6b7280"
+SHADES = ("#dbeafe", "#dcfce7", "#fef3c7", "#fce7f3", "#e0e7ff", "#ccfbf1")
+"""Colors of global batches."""
 COLORS = {"user": "#fef3c7", "core": "#dbeafe", "engine": "#dcfce7", "disk": "#f3e8ff"}
 
 
@@ -33,12 +35,35 @@ class Drawing:
         self.text(x + width // 2, y + 40, about, QUIET, 11)
 
     def text(
-        self, x: int, y: int, text: str, color: str = QUIET, size: int = 12, *, bold: bool = False, left: bool = False
+        self,
+        x: int,
+        y: int,
+        text: str,
+        color: str = QUIET,
+        size: int = 12,
+        *,
+        bold: bool = False,
+        left: bool = False,
+        right: bool = False,
+        font: str = "",
     ) -> None:
-        """Write ``text`` around ``x``, or from there on (``left``)."""
-        anchor, weight = "start" if left else "middle", ' font-weight="600"' if bold else ""
+        """Write ``text`` around ``x``, from there on (``left``) or up to there (``right``)."""
+        anchor, weight = "start" if left else "end" if right else "middle", ' font-weight="600"' if bold else ""
+        family = f' font-family="{font}"' if font else ""
         self.shapes.append(
-            f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}"{weight} fill="{color}">{escape(text)}</text>'
+            f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}"{weight}{family} fill="{color}">{escape(text)}</text>'
+        )
+
+    def parts(self, step: int, y: int, ranks: int) -> None:
+        """Draw the global batch of a ``step``, divided among ``ranks``."""
+        x, height = 20 + 130 * step, 64 // ranks
+        for rank in range(ranks):
+            self.shapes.append(
+                f'<rect x="{x}" y="{y + rank * height}" width="104" height="{height}" fill="{SHADES[step % len(SHADES)]}" stroke="{LINE}"/>'
+            )
+        halo = f'paint-order="stroke" stroke="{SHADES[step % len(SHADES)]}" stroke-width="5"'
+        self.shapes.append(
+            f'<text x="{x + 52}" y="{y + 37}" text-anchor="middle" font-size="13" font-weight="600" fill="{INK}" {halo}>step {step}</text>'
         )
 
     def arrow(self, *points: tuple[int, int], dashed: bool = False) -> None:
@@ -153,7 +178,39 @@ def save() -> Drawing:
     return drawing
 
 
-DRAWINGS = {"run.svg": run_parts, "save.svg": save}
+def elastic() -> Drawing:
+    """A run that is killed on two ranks, resumed on four with the same global batches, and one of its steps repeated."""
+    drawing = Drawing(
+        960,
+        330,
+        "A run killed on two ranks continues on four with the same global batches; one of its steps is replayed",
+    )
+    drawing.text(20, 52, "2 ranks", INK, 14, bold=True, left=True)
+    drawing.text(20, 148, 'resume="auto"', INK, 14, bold=True, left=True)
+    drawing.text(20, 166, "on 4 ranks", left=True)
+    for step in range(1, 4):
+        drawing.parts(step, 30, ranks=2)
+    drawing.text(20 + 130 * 4 + 52, 60, "killed", "#b91c1c", 14, bold=True)
+    for step in range(3, 7):
+        drawing.parts(step, 128, ranks=4)
+    drawing.arrow((20 + 130 * 3 - 14, 96), (20 + 130 * 3 - 14, 118), (20 + 130 * 3 + 10, 118), (20 + 130 * 3 + 10, 126))
+    drawing.text(20 + 130 * 3 - 24, 112, "checkpoint of step 2", right=True)
+    drawing.text(20, 246, "fit replay", INK, 14, bold=True, left=True)
+    drawing.text(20, 264, "--step 5", left=True)
+    drawing.arrow((20 + 130 * 5 + 52, 194), (20 + 130 * 5 + 52, 222))
+    drawing.shapes.append(f'<rect x="150" y="224" width="780" height="84" rx="6" fill="#111827" stroke="{LINE}"/>')
+    for line, text in enumerate(
+        (
+            "step 5 (epoch 0) from runs/checkpoints/step=00000004, 4 rank(s)",
+            "samples: 211, 14, 226, 281, 372, 8, 85, 272",
+            "first number that is not finite: the output of net.2 (Linear) in micro-batch 0",
+        )
+    ):
+        drawing.text(166, 250 + 22 * line, text, "#e5e7eb", 13, left=True, font="ui-monospace, monospace")
+    return drawing
+
+
+DRAWINGS = {"run.svg": run_parts, "save.svg": save, "elastic.svg": elastic}
 
 
 def main() -> None:
