@@ -30,8 +30,7 @@ from engine.loop.lifecycle import collecting_garbage, in_folder, log_start, sess
 from engine.loop.loaders import RunData
 from engine.loop.out_of_memory import noting_what_finds_a_fit
 from engine.loop.placed_module import holding
-from engine.loop.rank_checks import compare_models, compare_ranks
-from engine.loop.rank_differences import watch_differences
+from engine.loop.rank_checks import compare_models, compare_ranks, watch_differences
 from engine.loop.replay import LeftOut, ReplayedStep, StepWatch, starting_point
 from engine.loop.run import Run
 from engine.loop.run_resume import loading_weights, reload_best, resuming

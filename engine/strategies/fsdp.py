@@ -166,7 +166,9 @@ class FSDP(Strategy):
                 self.precision.convert(model)
             self._shard(model)
             model._sharded_as = sharding  # type: ignore[assignment]
-        structure: ShardedStructure = vars(model).get("_structure") or ShardedStructure(model, type(self).__name__)
+        structure: ShardedStructure = vars(model).get("_structure") or ShardedStructure(
+            model, type(self).__name__, None if self.parts_differ else self.group
+        )
         structure.check()
         self._watches.append(structure.watch())
         self._structures.append(structure)
