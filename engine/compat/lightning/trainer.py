@@ -20,6 +20,7 @@ from engine.compat.lightning.module import LightningModule
 from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401  # packages import it from there
 from engine.compat.lightning.trainer_translation import translate
 from engine.compat.lightning.trainer_view import TrainerView, Values
+from engine.compat.lightning.utilities import tell_lightning_utilities
 from engine.compat.refusals import refuse_stand_ins
 from engine.fit import Fit
 from engine.loop.run import Run
@@ -150,6 +151,7 @@ class Trainer(TrainerView):
             self._continue_counters(run)
             self._trained = run
         self._run, run.trainer = run, self
+        tell_lightning_utilities(run.rank)
         for entry in self._loggers:
             if isinstance(entry, WrappedLogger):
                 entry.attach_run(run)
