@@ -28,6 +28,7 @@ from engine.compat.lightning.shared_hyperparameters import check_shared
 from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401  # packages import it from there
 from engine.compat.lightning.trainer_translation import run_root, translate
 from engine.compat.lightning.trainer_view import TrainerView, Values
+from engine.compat.lightning.utilities import tell_lightning_utilities
 from engine.compat.refusals import refuse_stand_ins
 from engine.fit import Fit
 from engine.loop.run import Run
@@ -179,6 +180,7 @@ class Trainer(TrainerView):
             self._trained = run
         self._run, run.trainer = run, self
         let_log(run.callbacks, run.module)
+        tell_lightning_utilities(run.rank)
         for entry in self._loggers:
             if isinstance(entry, (WrappedLogger, FileLogger)):
                 entry.attach_run(run)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
@@ -27,7 +29,7 @@ from engine.compat.refusals import refused_class
 from engine.config.hyperparameters import HParams as AttributeDict  # noqa: F401
 from engine.data.combined import CombinedLoader as CombinedLoader
 from engine.data.datamodule import DataModule
-from engine.distributed.rank_work import rank_zero_only as rank_zero_only
+from engine.distributed.rank_work import own_rank
 from engine.module import TrainModule
 from engine.step.schedules import Schedule as LRSchedulerConfig  # noqa: F401
 from engine.utils.accelerator import present as present_accelerator
@@ -52,6 +54,37 @@ def seed_everything(value: int | None = None, workers: bool = False, verbose: bo
     return seed_all(int(os.environ.get("PL_GLOBAL_SEED", 0)) if value is None else value)
 
 
+class RankZeroOnly:
+    """Decorates functions to run on rank 0 only. ``rank`` is this process's rank, unless the project sets it."""
+
+    _set: int | None = None
+
+    @property
+    def rank(self) -> int:
+        return own_rank() if self._set is None else self._set
+
+    @rank.setter
+    def rank(self, rank: int | None) -> None:
+        self._set = rank
+
+    def __call__(self, fn: Callable[..., Any], default: Any = None) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
+            return fn(*args, **kwargs) if self.rank == 0 else default
+
+        return on_rank_zero
+
+
+rank_zero_only = RankZeroOnly()
+
+
+def tell_lightning_utilities(rank: int) -> None:
+    """Set the rank that ``lightning_utilities.core.rank_zero`` needs; other packages use it directly. Nothing happens if it is not installed."""
+    if importlib.util.find_spec("lightning_utilities") is not None:
+        importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only.rank = rank
+
+
+tell_lightning_utilities(own_rank())
 TorchCheckpointIO = CheckpointIO
 _logger = logging.getLogger("engine.interop.lightning")
 rank_zero_info, rank_zero_debug = rank_zero_only(_logger.info), rank_zero_only(_logger.debug)

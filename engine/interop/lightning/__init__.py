@@ -7,7 +7,6 @@ file of :mod:`engine.compat.lightning`.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from engine.compat.lightning import callbacks as callbacks
 from engine.compat.lightning import cli as cli
@@ -18,29 +17,19 @@ from engine.compat.lightning import trainer as trainer
 from engine.compat.lightning import utilities as utilities
 from engine.compat.lightning.adapters import adapt as adapt
 from engine.compat.lightning.callback import Callback as Callback
+from engine.compat.lightning.door import DOOR as _door
 from engine.compat.lightning.module import LightningDataModule as LightningDataModule
 from engine.compat.lightning.module import LightningModule as LightningModule
-from engine.compat.lightning.names import CLASSES, MODULES, PLACES
+from engine.compat.lightning.names import MODULES
 from engine.compat.lightning.trainer import Trainer as Trainer
 from engine.compat.lightning.utilities import seed_everything as seed_everything
-from engine.compat.door import Door
 from engine.data.combined import CombinedLoader as CombinedLoader
-from engine.compat.peer_names import PeerNames
 from engine.interop import moved
 
 pytorch = sys.modules[__name__]
 profilers = serve = callbacks
 tuner = accelerators = loops = plugins = utilities
 moved(__name__, "engine.compat.lightning")
-_door = Door(
-    __name__,
-    PeerNames("lightning", Path(callbacks.__file__).with_name("public_names.json")),
-    home="pytorch",
-    parts=(__name__, *(file.__name__ for file in (callbacks, core, loggers, strategies, trainer, utilities, cli))),
-    looked_up=("pytorch.", "fabric.utilities.", "fabric.plugins.io.", "lightning_utilities."),
-    by_name=CLASSES,
-    by_place=PLACES,
-)
 sys.meta_path.append(_door)
 _door.complete(pytorch, "pytorch", "")
 sys.modules[f"{__name__}.pytorch"] = pytorch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +25,8 @@ _OF_TORCH = ("weights_only", "pippy", "numpy")
 """What every torch that this library supports has."""
 
 
-def available(what: str, *options: Any, **keywords: Any) -> bool:
-    """Whether this machine supports the dtype ``"bf16"`` or ``"fp16"``, has the device type, or has the package ``what``. Options have no effect."""
+def available(what: str) -> bool:
+    """Whether this machine supports the dtype ``"bf16"`` or ``"fp16"``, has the device type, or has the package ``what``."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if what in ("bf16", "fp16"):
         return accelerator.autocasts_to(device, torch.bfloat16) if what == "bf16" else device.type != "cpu"
@@ -54,6 +53,10 @@ def _is_installed(package: str) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("is_") and name.endswith("_available"):
-        return partial(available, name[3:-10])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not name.startswith("is_") or not name.endswith("_available"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def is_available(*args: Any, **kwargs: Any) -> bool:
+        return available(name[3:-10])
+
+    return is_available
