@@ -154,8 +154,8 @@ class Missing:
                 place.inner = self._with(missing, place.inner)
 
     def _with(self, missing: Place, others: list[Place]) -> list[Place]:
-        """Insert a block after each place of the one that is expected last before it, and before each place of the one that is expected first after it,
-        of those in its container."""
+        """Insert a block beside others of its container: after each place of the one that is expected last before it, and before each place of the
+        one that is expected first after it."""
         at = self._indices[missing.number]
         near = {index: self._indices[others[index].number] for index in self._nearest(missing.number, others)}
         last = max((other for other in near.values() if other < at), default=None)
