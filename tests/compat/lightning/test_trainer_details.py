@@ -201,7 +201,7 @@ def test_hyperparameters_of_module_and_data(
             library, tmp_path, max_epochs=1, logger=library.loggers.CSVLogger(tmp_path) if logger else False
         )
         if differs:
-            with pytest.raises(RuntimeError, match="lr|width"):
+            with pytest.raises(RuntimeError, match=r"lr|width"):
                 quietly(fitted.fit, module(library), datamodule=data_module(library, **hyperparameters))
         else:
             quietly(fitted.fit, module(library), datamodule=data_module(library, **hyperparameters))
