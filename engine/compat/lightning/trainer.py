@@ -291,7 +291,7 @@ class Trainer(TrainerView):
 
 
 def with_those_of_module(callbacks: list[Any], run: Run) -> list[Any]:
-    """Add the callbacks of the run's module to the trainer's; they replace those of the same classes, and the ones that save checkpoints come last."""
+    """Add the callbacks of the run's module to the trainer's; they replace those of the same classes. Those that save checkpoints come last."""
     known = {id(original(callback)) for callback in run.settings.callbacks}
     of_module = [original(callback) for callback in run.callbacks if id(original(callback)) not in known]
     kinds = {type(callback) for callback in of_module}
