@@ -18,11 +18,16 @@ from engine.compat.lightning.bar_attributes import BarAttributes
 from engine.compat.lightning.callback import Callback
 from engine.compat.lightning.checkpoint_attributes import CheckpointAttributes
 from engine.compat.lightning.events import EVENTS
+from engine.compat.lightning.exception_checkpoint import SavesOnException
 from engine.compat.lightning.finetuning_functions import FinetuningFunctions
 from engine.compat.lightning.names import CLASSES, OF_CHECKPOINTS
 from engine.compat.lightning.pickled_checkpoint import FILE, write_checkpoint
 from engine.compat.lightning.stopping_reason import EarlyStoppingReason as EarlyStoppingReason
 from engine.compat.lightning.stopping_reason import NamesReason
+from engine.compat.lightning.timer import Interval as Interval
+from engine.compat.lightning.timer import Timer as Timer
+from engine.compat.lightning.tuner import BatchSizeFinder as BatchSizeFinder
+from engine.compat.lightning.tuner import LearningRateFinder as LearningRateFinder
 from engine.compat.refusals import refusing
 from engine.config.duration import NEVER
 from engine.config.kinds import WholeNumber
@@ -36,6 +41,10 @@ _FIELD = re.compile(r"\{([^}:!\[]+)")
 
 class Checkpoint(Callback):
     """The base of callbacks that save checkpoints."""
+
+
+class OnExceptionCheckpoint(SavesOnException, Checkpoint):
+    """Saves the last complete step when an exception ends a training."""
 
 
 class ProgressBar(BarAttributes, Callback):

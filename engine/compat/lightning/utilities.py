@@ -23,6 +23,7 @@ from engine.compat.lightning.events import TrainerStatus as TrainerStatus
 from engine.compat.lightning.names import CLASSES
 from engine.compat.lightning.pickled_checkpoint import load as _load  # noqa: F401
 from engine.compat.lightning.plugins import CheckpointIO as CheckpointIO
+from engine.compat.lightning.tuner import Tuner as Tuner
 from engine.compat.refusals import refused_class, refusing
 from engine.config.hyperparameters import HParams as AttributeDict  # noqa: F401
 from engine.data.combined import CombinedLoader as CombinedLoader
