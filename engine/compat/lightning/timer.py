@@ -38,7 +38,9 @@ class Timer(Callback):
         if isinstance(duration, str):
             length = parse(duration)
             if length.unit != "seconds":
-                raise ValueError(f"Timer(duration={duration!r}): give a time, such as '00:12:00:00' (days, hours, minutes, seconds)")
+                raise ValueError(
+                    f"Timer(duration={duration!r}): give a time, such as '00:12:00:00' (days, hours, minutes, seconds)"
+                )
             duration = timedelta(seconds=float(length.value))
         self._duration = None if duration is None else duration.total_seconds()
         self._interval, self._verbose, self._offset = interval, verbose, 0.0

@@ -23,7 +23,9 @@ class Finder(Callback):
         super().__init_subclass__(**options)
         for name in ("on_fit_start", "lr_find", "scale_batch_size"):
             if name in vars(cls) and Finder not in cls.__bases__:
-                raise TypeError(f"{cls.__name__}.{name} is not called: the search comes before the training, once; call Tuner(trainer) when you need it")
+                raise TypeError(
+                    f"{cls.__name__}.{name} is not called: the search comes before the training, once; call Tuner(trainer) when you need it"
+                )
 
     def search(self, fit: Fit, module: Any, loader: Any, datamodule: Any) -> None:
         """Search with the settings of ``fit``, and set what is found on the module or the data module."""
@@ -97,7 +99,9 @@ class BatchSizeFinder(Finder):
             return
         name = self._options["batch_arg_name"]
         if loader is not None:
-            raise ValueError(f"BatchSizeFinder: a loader was given, whose batch size cannot be set: use {name} in train_dataloader")
+            raise ValueError(
+                f"BatchSizeFinder: a loader was given, whose batch size cannot be set: use {name} in train_dataloader"
+            )
         found = own.find_batch_size(module, None, datamodule=datamodule, fit=fit, **self._options)
         self.optimal_batch_size = min(max(1, int(found * (1 - self._margin))), self._largest)
         _set(name, self.optimal_batch_size, module, datamodule)
@@ -158,10 +162,14 @@ class Tuner:
 
     def _search(self, finder: Finder, model: Any, loaders: Any, datamodule: Any) -> None:
         if any(isinstance(callback, type(finder)) for callback in self._trainer.callbacks):
-            raise ValueError(f"Tuner: the trainer has a {type(finder).__name__} among its callbacks: leave one of the two out")
+            raise ValueError(
+                f"Tuner: the trainer has a {type(finder).__name__} among its callbacks: leave one of the two out"
+            )
         self._trainer.search_with([finder], model, loaders, datamodule)
 
 
 def _only_training(search: str, method: str, dataloaders: Any) -> None:
     if method != "fit" or dataloaders is not None:
-        raise ValueError(f"Tuner.{search}(method={method!r}): it searches with trainings; give method='fit' and train_dataloaders")
+        raise ValueError(
+            f"Tuner.{search}(method={method!r}): it searches with trainings; give method='fit' and train_dataloaders"
+        )
