@@ -127,7 +127,10 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_model_path(self) -> str:
-        """Path or URL of the best checkpoint, the first of :attr:`best_k_models`; empty if there is none."""
+        """Path or URL of the best checkpoint, the first of :attr:`best_k_models`; empty if there is none.
+
+        It is a folder without a pickle, which ``torch.load`` does not open: ``load_from_checkpoint`` and the ``resume`` or ``checkpoint`` of a run do.
+        """
         return next(iter(self.best_k_models), "")
 
     @property
@@ -214,7 +217,7 @@ class ModelCheckpoint(Callback):
         if not self._training:
             return
         self._catch_up(run)
-        if run.step > self._first_step and run.step not in self.scores:
+        if self._saves_at_end(run):
             self._save(run, last=True)
             self._catch_up(run)
             if run.step not in self.names and self.save_last:
@@ -222,6 +225,10 @@ class ModelCheckpoint(Callback):
                 run.save_checkpoint(self._name(run, self._metrics(run), None), folder=self._folder)
         self._training = False
         self._set_best_and_last(run)
+
+    def _saves_at_end(self, run: Run) -> bool:
+        """Whether the training's last step is to be saved although no interval asks for it."""
+        return run.step > self._first_step and run.step not in self.scores
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
         """Save the last complete step, if that needs only this process."""

@@ -74,6 +74,8 @@ class Callback:
 
     is_logger = False
     """Whether this callback is a logger (``callbacks.loggers.base.Logger``), listed in ``run.loggers`` and in the module's ``self.loggers``."""
+    stands_for: Any = None
+    """The object that is listed there in the place of this logger, whose calls it passes on; ``None``: the logger itself."""
     is_checkpoint = False
     """Whether this callback saves checkpoints; ``trainer.checkpoint_callback`` is the first callback that does."""
     is_early_stopping = False

@@ -126,6 +126,11 @@ class RunFolder:
         """The facts about this run that the ``Fit`` remembers after its end."""
         return Trained(self.id, self.checkpoints)
 
+    def note_beginning(self, checkpoint: str) -> None:
+        """Record that this new run began with another run's ``checkpoint``, which a replay from the seed would not. All ranks may call this."""
+        for claim in self._claims.values():  # rank 0 has them
+            claim.note_beginning(checkpoint)
+
     def close(self, failed: bool = False) -> None:
         """Release the folder at the end of the run."""
         while self._claims:

@@ -140,7 +140,7 @@ class Run:
             self.control,
         )
         self.warned: set[str] = set()
-        """The warnings that this run has given already: ``"nan"``, ``"endless"``."""
+        """The warnings that this run has given already, or does not give: ``"nan"``, ``"endless"``, ``"nonfinite"``."""
         self.logs_itself = not any(callback.shows_progress for callback in callbacks)
         """Whether the run logs metrics itself, because no callback shows progress."""
         # Last, so that an error above leaves the module without a recorder.
@@ -148,8 +148,9 @@ class Run:
 
     @property
     def loggers(self) -> list[Any]:
-        """The callbacks that are loggers, in the order of the callbacks."""
-        return [callback for callback in self.callbacks if callback.is_logger]
+        """The callbacks that are loggers, in the order of the callbacks, or the objects for which they stand."""
+        loggers = (callback for callback in self.callbacks if callback.is_logger)
+        return [logger if logger.stands_for is None else logger.stands_for for logger in loggers]
 
     @cached_property
     def trainer(self) -> Any:

@@ -92,6 +92,8 @@ class Resumption:
             self._continue()
             run.checkpoints.last = loaded.path
         run.checkpoints.loaded_from = loaded.path
+        if not run.checkpoints.continue_in_place:
+            run.checkpoints.run_folder.note_beginning(str(loaded.path))
 
     def _continue(self) -> None:
         """Restore the whole state of the run, with the hooks at their place in the order. The data is located in

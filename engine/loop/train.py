@@ -10,7 +10,7 @@ from engine.data.feed import MicroBatch
 from engine.distributed.watchdog import collective_limit
 from engine.loop.evaluate import validate
 from engine.loop.first_checks import check_monitors, report_endless, report_nan
-from engine.loop.last_checks import check_trained, report_nonfinite
+from engine.loop.last_checks import check_trained, report_limit_passed, report_nonfinite
 from engine.loop.late_methods import take_late_methods
 from engine.loop.rank_checks import with_first_batch_compared
 from engine.loop.run import Run
@@ -55,6 +55,8 @@ def train(run: Run) -> None:
             break
         if not control.limit_reached(loaders.train_batches):
             state.next_epoch()
+    if control.passed_before and run.is_main_process:
+        report_limit_passed(run)
     run.publish_last()
     check_trained(run)
     report_nonfinite(run)

@@ -20,7 +20,7 @@ from engine.metrics.torchmetrics_states import Entry, add, entry
 from engine.metrics.torchmetrics_values import Logged, Offer, Watch, agree, check, gather_states, leader, limit
 from engine.utils.log import warn_once
 from engine.utils.loss import Loss, mean_of
-from engine.utils.sample_count import counted, guess_text
+from engine.utils.sample_count import SingleTensors, counted, guess_text
 from engine.utils.tree import full_tensor
 
 _OF_HOOKS = "\0"
@@ -70,6 +70,7 @@ class Recorder:
         """Why :attr:`size` is a guess; empty: it is none."""
         self.batch: Any = None
         """The current micro-batch; ``None`` between micro-batches."""
+        self._single_tensors = SingleTensors()
 
     @property
     def all_slots(self) -> list[Slot]:
@@ -166,6 +167,8 @@ class Recorder:
         """The number of samples in the current micro-batch."""
         if self.size < 0:
             self.size, self.guess = counted(self.batch)
+            if type(self.batch) is Tensor:
+                self.guess = self.guess or self._single_tensors.doubt(self.batch)
         return self.size
 
     def _slot(self, name: str, arguments: tuple[Any, ...], value: Any) -> Slot:

@@ -8,7 +8,6 @@ blocks in one order: what a rank leaves out it gathers and frees all the same, a
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,16 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.distributed import stacks
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
+from engine.distributed.waiting import told_waiting
 from engine.strategies.unreached import UnreachedParameters
 from engine.utils import torch_private
-from engine.utils.log import logger
 from engine.utils.torch_private import FSDPBlock, FSDPSteps
 
-PATIENCE_S = 5.0
-"""Seconds after which a rank that runs blocks in a new order warns that other ranks do not."""
 MOST_PASSES = 4
 """Forward passes before a backward pass, and backward passes after it, that are told apart."""
 
@@ -361,7 +357,10 @@ class BlockOrder(FSDPSteps):
         Raises:
             RuntimeError: a rank is at a place of another kind; raised on all ranks.
         """
-        requests: list[list[Any]] = gather_json(self._ranks, [kind, *content])
+        return self._of_kind(kind, gather_json(self._ranks, [kind, *content]))
+
+    def _of_kind(self, kind: str, requests: list[list[Any]]) -> list[list[Any]]:
+        """The ``requests``, if all are of this kind."""
         if any(request[0] != kind for request in requests):
             raise RuntimeError(self._orders_text(requests))
         return requests
@@ -387,18 +386,15 @@ class BlockOrder(FSDPSteps):
             RuntimeError: they do not; raised on all ranks.
         """
         kind = "backward" if running is self._backward else "forward"
-        doing = (
-            f"waiting for the other ranks, because it {'begins' if step >= 0 else 'ends'} the {kind} pass of block "
-            f"{self._names([max(step, ~step)])} at a place where no rank did so before: ranks may leave blocks out, but must run them in one order"
+        name = self._names([max(step, ~step)])
+        requests = self._of_kind(
+            kind,
+            wait_at_new_place(
+                self._ranks,
+                [kind, step, at, list(added)],
+                f"{'begins' if step >= 0 else 'ends'} the {kind} pass of block {name}",
+            ),
         )
-        warning = threading.Timer(PATIENCE_S, logger.warning, [f"rank {self._ranks.rank} is {doing}"])
-        warning.daemon = True
-        warning.start()
-        try:
-            with stacks.doing(doing):
-                requests = self._gathered(kind, step, at, list(added))
-        finally:
-            warning.cancel()
         if any(request[3] != list(added) for request in requests):
             raise RuntimeError(self._orders_text(requests))
         return max(int(request[2]) for request in requests)
@@ -423,6 +419,18 @@ class BlockOrder(FSDPSteps):
         """The names of these blocks in the user's module."""
         names = {id(module): name.removeprefix("module.") or "the model" for name, module in self._root.named_modules()}
         return ", ".join(names[id(self._blocks[number].module)] for number in numbers)
+
+
+def wait_at_new_place(ranks: Group, request: list[Any], place: str) -> list[list[Any]]:
+    """Gather ``request`` of all ranks, because this one is at a place of a pass that is new; warn if the others do not come.
+
+    Args:
+        place: what this rank does there, as in "begins the forward pass of block layers.1".
+    """
+    why = f"because it {place} at a place where no rank did so before: ranks may leave blocks out, but must run them in one order"
+    with told_waiting(ranks, why):
+        requests: list[list[Any]] = gather_json(ranks, request)
+    return requests
 
 
 def _parts(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

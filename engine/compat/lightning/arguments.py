@@ -240,7 +240,7 @@ LOGGERS: dict[str, dict[str, Argument]] = {
             neutral=ANY, instead="no metric is written with the hyperparameters: leave it out"
         ),
         "prefix": _PREFIX,
-        "sub_dir": replace(_OWN_FOLDER, neutral=(None,), drop_in="put it into save_dir"),
+        "sub_dir": _OWN_FOLDER,
         **_CHECKPOINTS,
     },
     "CSVLogger": {

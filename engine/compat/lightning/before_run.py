@@ -65,7 +65,7 @@ class BeforeRun(_NotStarted):
     values: Mapping[str, Any] = MappingProxyType({})
     """The logged values of the run that this placeholder takes the place of."""
     optimizers: tuple[Any, ...] = ()
-    schedulers = num_eval_batches = optimizers
+    schedulers = num_eval_batches = waiting_stops = optimizers
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,26 +19,35 @@ from engine.compat.lightning.arguments import CALLBACKS
 from engine.compat.lightning.bar_attributes import BarAttributes
 from engine.compat.lightning.callback import Callback
 from engine.compat.lightning.checkpoint_attributes import CheckpointAttributes
+from engine.compat.lightning.checkpoint_notices import notify
+from engine.compat.lightning.epoch_ends import acts_at_epoch_ends, has_validation
 from engine.compat.lightning.events import EVENTS
 from engine.compat.lightning.exception_checkpoint import SavesOnException
 from engine.compat.lightning.finetuning_functions import FinetuningFunctions
-from engine.compat.lightning.names import CLASSES, OF_CHECKPOINTS
+from engine.compat.lightning.names import OF_CHECKPOINTS
 from engine.compat.lightning.pickled_checkpoint import FILE, write_checkpoint
+from engine.compat.lightning.searches import BatchSizeFinder as BatchSizeFinder
+from engine.compat.lightning.searches import LearningRateFinder as LearningRateFinder
 from engine.compat.lightning.stopping_reason import EarlyStoppingReason as EarlyStoppingReason
 from engine.compat.lightning.stopping_reason import NamesReason
 from engine.compat.lightning.timer import Interval as Interval
 from engine.compat.lightning.timer import Timer as Timer
-from engine.compat.lightning.tuner import BatchSizeFinder as BatchSizeFinder
-from engine.compat.lightning.tuner import LearningRateFinder as LearningRateFinder
-from engine.compat.refusals import refusing
 from engine.config.duration import NEVER
 from engine.config.kinds import WholeNumber
 from engine.config.settings import checked_setting
 from engine.loop.run import Run
 from engine.utils.log import logger
+from engine.utils.paths import expanded
 
 Device = torch.device | str | int | None
 _FIELD = re.compile(r"\{([^}:!\[]+)")
+
+
+def _absolute(dirpath: str | PathLike[str] | None) -> str | Path | None:
+    """The folder of checkpoints as Lightning shows it: an absolute path, or the URL."""
+    if dirpath is None or "://" in str(dirpath):
+        return dirpath if dirpath is None else str(dirpath)
+    return os.path.realpath(expanded(dirpath))
 
 
 class Checkpoint(Callback):
@@ -108,6 +119,14 @@ class EMAWeightAveraging(Callback, own.EMA):
         self, device: Device = None, use_buffers: bool = True, decay: float = 0.999, update_every_n_steps: int = 1,
         update_starting_at_step: int | None = None, update_starting_at_epoch: int | None = None, **kwargs: Any,
     ) -> None: ...  # fmt: skip
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Update after steps from ``update_starting_at_step`` on, in every epoch, and also at the ends of epochs from ``update_starting_at_epoch``
+        on, as Lightning does."""
+        if step_idx is not None:
+            return step_idx >= (self.update_starting_at_step or 0) and step_idx % self.update_every_n_steps == 0
+        start = self.update_starting_at_epoch
+        return epoch_idx is not None and start is not None and epoch_idx >= start
 
 
 class StochasticWeightAveraging(Callback, own.SWA):
@@ -202,11 +221,13 @@ class PyTorchProfiler(Callback, own.Profiler):
 RichModelSummary = ModelSummary
 ServableModule = own.ServableModule
 Profiler = Callback
-__getattr__ = refusing("engine.compat.lightning.callbacks", CLASSES)
 
 
 class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
-    """:class:`callbacks.ModelCheckpoint` with Lightning\'s arguments. A checkpoint is complete, in a folder named as Lightning names its file."""
+    """:class:`callbacks.ModelCheckpoint` with Lightning\'s arguments. A checkpoint is complete, in a folder named as Lightning names its file.
+
+    ``torch.load`` does not open that folder, which ``best_model_path`` names: ``load_from_checkpoint`` and ``ckpt_path`` do; see :attr:`pickles`.
+    """
 
     FILE_EXTENSION = ".ckpt"
     pickles = False
@@ -234,7 +255,8 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
         every_n_train_steps = count.normalized("ModelCheckpoint: every_n_train_steps", every_n_train_steps)
         every_n_epochs = count.normalized("ModelCheckpoint: every_n_epochs", every_n_epochs)
         is_default = all(interval is None for interval in (every_n_train_steps, train_time_interval, every_n_epochs))
-        epochs = f"{1 if is_default else every_n_epochs} epochs" if is_default or every_n_epochs else None
+        self._epochs = 1 if is_default else every_n_epochs or 0
+        epochs = f"{self._epochs} epochs" if self._epochs else None
         every: list[Any] = [interval for interval in (every_n_train_steps, train_time_interval, epochs) if interval]
         if len(every) > 1:
             raise ValueError(f"ModelCheckpoint saves every {every[0]} and every {every[1]}: give one of them")
@@ -242,24 +264,63 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
         name = _FIELD.sub(r"\1={\1", name) if auto_insert_metric_name else name
         self.idle = not save_top_k and not save_last
         self._has_last_path, self._at_train_epoch_end = save_last, save_on_train_epoch_end
+        self._after_validations = False
         self._files: dict[int, Path] = {}
-        folder = Path(dirpath) if isinstance(dirpath, PathLike) else dirpath
+        self._interval = next(iter(every), None)
+        folder = _absolute(dirpath)
         options = (monitor, mode, save_top_k, bool(save_last) or self.idle, None, folder, name + self.FILE_EXTENSION)
         # Not asynchronous, so that a path exists as soon as it is named.
-        own.ModelCheckpoint.__init__(self, next(iter(every), None), *options, asynchronous=False)
+        own.ModelCheckpoint.__init__(self, self._interval, *options, asynchronous=False)
+        self._folder = self.dirpath
+
+    @property
+    def checkpoints_in(self) -> str | Path | None:
+        return self._folder
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self.pickles and "://" in str(trainer.run.checkpoint_path("x")):
             reason = "files are written beside checkpoints in a local folder: give one as dirpath"
             raise ValueError(f"ModelCheckpoint.pickles = True: {reason}")
+        self.dirpath = self._folder
         own.ModelCheckpoint.setup(self, trainer.run, pl_module, stage)
+        self.dirpath = trainer.run.checkpoints.folder.storage.root
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._at_train_epoch_end and self.monitor is not None and trainer.run.val_loaders:
-            reason = CALLBACKS["ModelCheckpoint"]["save_on_train_epoch_end"].with_validation
-            raise ValueError(f"ModelCheckpoint(save_on_train_epoch_end=True): {reason}")
+        at_epoch_ends = self._at_train_epoch_end
+        if at_epoch_ends is None and trainer.check_val_every_n_epoch == 1 and not has_validation(trainer.run):
+            at_epoch_ends = True
+        self._after_validations = bool(self._epochs) and not acts_at_epoch_ends(
+            self, "save_on_train_epoch_end", at_epoch_ends, trainer
+        )
+        self._every_argument = None if self._after_validations else self._interval
         own.ModelCheckpoint.on_train_start(self, trainer.run, pl_module)
         self._files = {}
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        run: Run = trainer.run
+        if not self._after_validations:
+            own.ModelCheckpoint.on_validation_end(self, run, pl_module)
+        elif self._training and run.step and not (run.epoch + 1) % self._epochs and self._lacks_score(run.step):
+            self._save(run)
+
+    def _lacks_score(self, step: int) -> bool:
+        """Whether no checkpoint of ``step`` is kept, or one that was saved before its validation."""
+        return step not in self.scores or (self.monitor is not None and self.scores[step] is None)
+
+    def _is_candidate(self, run: Run) -> bool:
+        return False
+
+    def _save(self, run: Run, last: bool = False) -> None:
+        names = dict(self.names)
+        own.ModelCheckpoint._save(self, run, last)
+        if run.is_main_process and self.names.get(run.step) != names.get(run.step):
+            notify(run.trainer.loggers, self)
+
+    def _saves_at_end(self, run: Run) -> bool:
+        n, is_cut = self._epochs, not run.state.epoch_done
+        is_epoch_due = is_cut and n and not self._after_validations and not (run.state.epoch + 1) % n
+        is_due = run.preempted or is_epoch_due or (self._has_last_path and not self.names)
+        return bool(is_due) and own.ModelCheckpoint._saves_at_end(self, run)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if self.pickles:
@@ -270,9 +331,14 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
             trainer.strategy.barrier()
             self._files = files
 
+    def _as_score(self, value: float) -> torch.Tensor:
+        """The score as Lightning shows it: NaN is infinitely bad."""
+        worst = torch.inf if self.mode == "min" else -torch.inf
+        return torch.tensor(worst if math.isnan(value) else value)
+
     @property
     def best_k_models(self) -> dict[str, Any]:
-        return {path: None if score is None else torch.tensor(score) for path, score in super().best_k_models.items()}
+        return {path: None if score is None else self._as_score(score) for path, score in super().best_k_models.items()}
 
     @property
     def kth_best_model_path(self) -> str:
@@ -299,6 +365,8 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
 class EarlyStopping(NamesReason, Callback, own.EarlyStopping):
     """:class:`callbacks.EarlyStopping` with Lightning\'s arguments."""
 
+    _stopped_epoch: int | None = None
+
     @checking_arguments()
     def __init__(
         self, monitor: str, min_delta: float = 0.0, patience: int | float = 3, verbose: bool = False, mode: Literal["min", "max"] = "min",
@@ -308,13 +376,31 @@ class EarlyStopping(NamesReason, Callback, own.EarlyStopping):
     ) -> None:  # fmt: skip
         thresholds = check_finite, stopping_threshold, divergence_threshold
         own.EarlyStopping.__init__(self, monitor, abs(min_delta), patience, mode, *thresholds, strict)
-        self._at_train_epoch_end = check_on_train_epoch_end
+        self._at_train_epoch_end, self._after_validations = check_on_train_epoch_end, False
+
+    @property
+    def stopped_epoch(self) -> int:  # type: ignore[override]
+        """The epoch (from 0) in which this callback stopped the training; 0 if it did not."""
+        return self._stopped_epoch or 0
+
+    @stopped_epoch.setter
+    def stopped_epoch(self, value: int | None) -> None:
+        self._stopped_epoch = value
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._at_train_epoch_end and trainer.run.val_loaders:
-            reason = CALLBACKS["EarlyStopping"]["check_on_train_epoch_end"].with_validation
-            raise ValueError(f"EarlyStopping(check_on_train_epoch_end=True): {reason}")
+        self._after_validations = not acts_at_epoch_ends(
+            self, "check_on_train_epoch_end", self._at_train_epoch_end, trainer
+        )
         own.EarlyStopping.on_train_start(self, trainer.run, pl_module)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._training and self._after_validations:
+            self._check(trainer.run)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        run: Run = trainer.run
+        if self._training and not self._after_validations and not run.preempted:  # a resumed run ends the epoch
+            self._check(run)
 
 
 class GradientAccumulationScheduler(Callback):

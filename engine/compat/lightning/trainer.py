@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,16 +19,23 @@ from engine.compat.lightning.adapters import adapt
 from engine.compat.lightning.before_run import BeforeRun
 from engine.compat.lightning.callback import Callback as NamedCallback
 from engine.compat.lightning.callback_log import let_log
+from engine.compat.lightning.default_dtype import default_dtype
+from engine.compat.lightning.environment_defaults import with_environment_defaults
 from engine.compat.lightning.events import TrainerStatus, original
+from engine.compat.lightning.file_loggers import FileLogger
 from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.compat.lightning.module import LightningModule
+from engine.compat.lightning.searches import Finder
+from engine.compat.lightning.shared_hyperparameters import check_shared
 from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401  # packages import it from there
-from engine.compat.lightning.trainer_translation import translate
+from engine.compat.lightning.trainer_translation import run_root, translate
 from engine.compat.lightning.trainer_view import TrainerView, Values
-from engine.compat.lightning.tuner import Finder
+from engine.compat.lightning.utilities import tell_lightning_utilities
+from engine.compat.refusals import refuse_stand_ins
 from engine.fit import Fit
 from engine.loop.run import Run
 from engine.loop.state import Result
+from engine.step.precision import Precision
 from engine.utils.extensions import hint
 from engine.utils.log import logger
 from engine.utils.paths import expanded
@@ -44,6 +52,7 @@ class Trainer(TrainerView):
     """The result of the latest training."""
 
     # fmt: off
+    @with_environment_defaults
     @checking_arguments(but=("callbacks", "logger"))  # objects of other classes are adapted
     def __init__(
         self, *, accelerator: str = "auto", strategy: Any = "auto", devices: list[int] | str | int = "auto", num_nodes: int = 1,
@@ -93,7 +102,9 @@ class Trainer(TrainerView):
             self.search_with(finders, model, loaders, datamodule)
             model, loaders, datamodule = self._adapt_objects(model, loaders, datamodule)
         pickled_checkpoint.check_complete(ckpt_path)
-        with pickled_checkpoint.readable("auto" if ckpt_path == "last" else ckpt_path, self._arguments["plugins"]) as resume:
+        self._choose_root(trains=True, resumes=ckpt_path == "last")
+        resume_from = "auto" if ckpt_path == "last" else ckpt_path
+        with pickled_checkpoint.readable(resume_from, self._arguments["plugins"]) as resume, self._default_dtype(model):
             self.result = self._fit.run(model, loaders, val_dataloaders, datamodule=datamodule, resume=resume)
 
     def search_with(self, finders: Sequence[Finder], model: Any, loaders: Any, datamodule: Any) -> None:
@@ -136,7 +147,9 @@ class Trainer(TrainerView):
         if ckpt_path == "best":
             ckpt_path = getattr(self.checkpoint_callback, "best_model_path", None) or "best"
         model, loaders, datamodule = self._adapt_objects(model, loaders, datamodule)
-        with pickled_checkpoint.readable(ckpt_path, self._arguments["plugins"]) as checkpoint:
+        self._choose_root(trains=False, resumes=False)
+        plugins = self._arguments["plugins"]
+        with pickled_checkpoint.readable(ckpt_path, plugins) as checkpoint, self._default_dtype(model):
             results = getattr(self._fit, verb)(model, loaders, datamodule=datamodule, checkpoint=checkpoint, **options)
         if verbose and self.progress_bar_callback is None:
             for number, metrics in enumerate(results):
@@ -148,6 +161,7 @@ class Trainer(TrainerView):
         """Adapt the objects of a run and give them this trainer; return model, loaders and data module. A data module may be given as ``loaders``."""
         if datamodule is None and hasattr(loaders, "prepare_data") and hasattr(loaders, "setup"):
             loaders, datamodule = None, loaders
+        refuse_stand_ins("Trainer", (model, datamodule))
         model, datamodule = adapt(model), adapt(datamodule)
         if not isinstance(model, LightningModule):
             raise TypeError(f"Trainer takes a LightningModule, got {type(model).__name__}; engine.Fit takes a TrainModule")
@@ -156,19 +170,33 @@ class Trainer(TrainerView):
             part.trainer = self
         return model, loaders, datamodule
 
+    def _default_dtype(self, model: LightningModule) -> AbstractContextManager[None]:
+        return default_dtype(model, Precision.parse(self._fit.settings.precision).parameters)
+
+    def _choose_root(self, *, trains: bool, resumes: bool) -> None:
+        """Let the next run write into the folder of its first logger. ``resumes``: it trains on from the newest checkpoint there is."""
+        for entry in self._loggers if trains else ():
+            if isinstance(entry, FileLogger):
+                entry.renew(resumes=resumes)
+        root_dir = run_root(self._loggers, self.default_root_dir)
+        self._fit.settings = replace(self._fit.settings, root_dir=root_dir)
+
     def attach_run(self, run: Run) -> None:
         """Make ``run``, which is starting, the trainer's current run; called by the module."""
         if run.world_size > 1 and not self._arguments["use_distributed_sampler"]:
             argument = "use_distributed_sampler"
             raise ValueError(f"Trainer({argument}=False) has no counterpart on {run.world_size} ranks{hint('setting', argument)}")
+        if self._loggers and run.datamodule is not None:
+            check_shared(run.module, run.datamodule)
         if run.stage == "fit":
             run.loaders.reload_every = self._arguments["reload_dataloaders_every_n_epochs"]
             self._continue_counters(run)
             self._trained = run
         self._run, run.trainer = run, self
         let_log(run.callbacks, run.module)
+        tell_lightning_utilities(run.rank)
         for entry in self._loggers:
-            if isinstance(entry, WrappedLogger):
+            if isinstance(entry, (WrappedLogger, FileLogger)):
                 entry.attach_run(run)
 
     def _continue_counters(self, run: Run) -> None:
@@ -229,12 +257,32 @@ class Trainer(TrainerView):
         return given if hasattr(given, "profile") else super().profiler
 
     device_ids = property(lambda self: [*range(self.num_devices)], doc="One index per process of this machine.")
-    callbacks = property(lambda self: self._callbacks, doc="The given callbacks and Lightning's default ones.")
+    callbacks = property(
+        lambda self: self._callbacks if isinstance(self._run, BeforeRun) else with_those_of_module(self._callbacks, self._run),
+        doc="The given callbacks and Lightning's default ones, in a run and after it also those of the module.",
+    )  # fmt: skip
     loggers = property(lambda self: self._loggers, doc="The given loggers, or Lightning's default one.")
     logger = property(lambda self: next(iter(self._loggers), None), doc="The first of :attr:`loggers`, or ``None``.")
     model = lightning_module = property(lambda self: original(self._module), doc="The module.")
     datamodule = property(lambda self: original(self._datamodule), doc="The data module, or ``None``.")
-    default_root_dir = property(lambda self: str(self._arguments["default_root_dir"] or "."), doc="The argument of this name.")
+
+    @property
+    def default_root_dir(self) -> str:
+        """The argument of this name, with the home directory for ``~``; by default the current folder."""
+        root = self._arguments["default_root_dir"]
+        if root is None:
+            return os.getcwd()
+        return str(root) if "://" in str(root) else os.path.normpath(expanded(root))
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the first logger, or without loggers that of the run; before a run ``default_root_dir``."""
+        if self.logger is None:
+            return self.default_root_dir if isinstance(self._run, BeforeRun) else str(self._run.folder)
+        folder = getattr(self.logger, "log_dir", None)
+        if folder is None and isinstance(self._run, BeforeRun):
+            folder = getattr(self.logger, "save_dir", None)
+        return super().log_dir if folder is None and not isinstance(self._run, BeforeRun) else folder
 
     @property
     def _training(self) -> Run | BeforeRun:
@@ -256,8 +304,21 @@ class Trainer(TrainerView):
         return state if self._stage or state.stopped else replace(state, status=TrainerStatus.FINISHED if state.fn else TrainerStatus.INITIALIZING)
 
 
+def with_those_of_module(callbacks: list[Any], run: Run) -> list[Any]:
+    """Add the callbacks of the run's module to the trainer's; they replace those of the same classes, and the ones that save checkpoints come last."""
+    known = {id(original(callback)) for callback in run.settings.callbacks}
+    of_module = [original(callback) for callback in run.callbacks if id(original(callback)) not in known]
+    kinds = {type(callback) for callback in of_module}
+    both = [*(callback for callback in callbacks if type(callback) not in kinds), *of_module]
+    return sorted(both, key=lambda callback: getattr(callback, "is_checkpoint", False)) if of_module else callbacks
+
+
 def _logger(logger: Any) -> Any:
     """The logger to pass to ``Fit``: the one inside a wrapper, one of ours as it is, any other object adapted."""
-    if isinstance(logger, WrappedLogger):
+    if isinstance(logger, (WrappedLogger, FileLogger)):
         return logger.ours
-    return logger if isinstance(logger, Logger) else AdaptedLogger(logger)
+    if isinstance(logger, Logger):
+        return logger
+    adapted = AdaptedLogger(logger)
+    adapted.stands_for = logger
+    return adapted

@@ -17,6 +17,7 @@ from engine.compat.lightning.loop_view import EvaluationLoopView, FitLoopView
 from engine.compat.lightning.names import OF_RUN, VIEW
 from engine.compat.lightning.rank_loaders import loaders_as_given
 from engine.compat.lightning.trainer_parts import AcceleratorConnector, ProfilerView, StrategyView, TrainerState
+from engine.config.duration import NEVER
 from engine.loop.run import Run
 from engine.loop.state import status_of
 from engine.utils.extensions import attribute_error
@@ -75,7 +76,8 @@ class TrainerView:
     @property
     def max_steps(self) -> int:
         """The maximum number of optimizer steps; -1 if unlimited."""
-        return -1 if self._run.max_steps is None else int(self._run.max_steps)
+        steps = self._run.max_steps
+        return -1 if steps is None or steps >= NEVER else int(steps)
 
     def set_limit(self, name: str, value: int | None) -> None:
         """Set ``"max_epochs"`` or ``"max_steps"`` of the training to ``value``; ``None`` removes the limit. All ranks must call this."""
@@ -113,7 +115,7 @@ class TrainerView:
     @property
     def num_training_batches(self) -> int | float:
         """The number of micro-batches per epoch on this rank, within the limits; infinite if unknown."""
-        return _length(self._training.num_train_batches)
+        return _length(self._training.num_train_batches, self.limit_train_batches)
 
     @property
     def num_val_batches(self) -> list[int | float]:
@@ -137,7 +139,11 @@ class TrainerView:
         return self._lengths("predict")
 
     def _lengths(self, *stages: str) -> list[int | float]:
-        return [_length(batches) for batches in self._run.num_eval_batches] if self._run.stage in stages else []
+        if self._run.stage not in stages:
+            return []
+        stage = "val" if stages[-1] in ("sanity", "validate") else stages[-1]
+        limit = getattr(self, f"limit_{stage}_batches")
+        return [_length(batches, limit) for batches in self._run.num_eval_batches]
 
     @property
     def is_last_batch(self) -> bool:
@@ -247,7 +253,8 @@ class TrainerView:
     def should_stop(self) -> bool:
         """Whether somebody asked the training to stop early. Setting it to True asks for that, as ``run.stop()`` does."""
         training = self._training
-        return training.stop_request is not None or status_of(training.stop_reason) == "stopped"
+        has_request = training.stop_request is not None or bool(training.waiting_stops)
+        return has_request or status_of(training.stop_reason) == "stopped"
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
@@ -436,8 +443,11 @@ class TrainerView:
             print(*args, **kwargs)
 
 
-def _length(number: int | None) -> int | float:
-    return math.inf if number is None else number
+def _length(number: int | None, limit: int | float) -> int | float:
+    """The number of micro-batches in a loader; if unknown, the ``limit`` if that is a number of batches, else infinite."""
+    if number is not None:
+        return number
+    return limit if isinstance(limit, int) else math.inf
 
 
 def _device_ids(run: Run | BeforeRun) -> list[int]:

@@ -10,8 +10,9 @@ from typing import Any
 
 from engine.compat.accelerate import names as accelerate
 from engine.compat.lightning import names as lightning
-from engine.compat.migrate.imports import Api
+from engine.compat.migrate.imports import TRANSFORMERS, Api, library_name
 from engine.compat.migrate.stand_ins import module, stand_in
+from engine.compat.transformers.names import sentence_for
 
 AS_IS, INTEROP, CHANGE = "as is", "interop", "change"
 """The verdicts, from the best to the worst: works with ``engine``, works through ``engine.interop``, needs a change."""
@@ -19,6 +20,15 @@ INTEROP_PACKAGES = {
     **dict.fromkeys(("lightning", "fabric"), "engine.interop.lightning"),
     "accelerate": "engine.interop.accelerate",
 }
+_DOORS = {
+    "lightning.fabric": "engine.interop.lightning.fabric",
+    "lightning_fabric": "engine.interop.lightning.fabric",
+    "lightning": "engine.interop.lightning",
+    "pytorch_lightning": "engine.interop.lightning",
+    "accelerate": "engine.interop.accelerate",
+}
+"""Packages of the libraries -> those that replace them in an import; the first match counts."""
+_DEMOS = "lightning.pytorch.demos of the installed Lightning has its toys, which Fit and this Trainer take as they are"
 RENAMED = lightning.RENAMED | accelerate.RENAMED
 """The libraries' names of classes and functions -> the names in ``engine``."""
 
@@ -41,6 +51,8 @@ class Counterpart:
 @functools.cache
 def counterpart(api: Api) -> Counterpart:
     """Find the counterpart of a library's class or function."""
+    if api.library == TRANSFORMERS:
+        return Counterpart(CHANGE, sentence_for(api.name))
     engine_object, engine_path = find_in_engine(api)
     interop_object, interop_path = find_in_interop(api)
     if (
@@ -73,10 +85,41 @@ def refused(counterpart: object) -> str:
 @functools.cache
 def is_package(api: Api) -> bool:
     """Whether the name is only a package or a module of the library, whose use alone needs no verdict."""
-    if not api.path or api.name.islower():
+    if api.library != TRANSFORMERS and (not api.path or api.name.islower()):
         value = find_in_interop(api)[0]
         return isinstance(value, ModuleType) or (value is None and (not api.path or api.path in lightning.SAME_PARTS))
     return False
+
+
+@functools.cache
+def failed_import(package: str, name: str = "") -> str:
+    """Why ``from package import name``, or ``import package`` without a ``name``, fails once it names ``engine.interop``, and what to do.
+
+    An empty string if it works, or if the package is none of the libraries'.
+    """
+    door = next(
+        (path + package[len(root) :] for root, path in _DOORS.items() if f"{package}.".startswith(f"{root}.")), ""
+    )
+    if not door or is_importable(door, name):
+        return ""
+    api = library_name(f"{package}.{name}".rstrip("."))
+    assert api is not None
+    if api.library == "lightning" and api.path.split(".")[0] == "demos":
+        return _DEMOS
+    value, path = find_in_interop(api)
+    if value is not None and "." in path.removeprefix(INTEROP_PACKAGES[api.library]):
+        return f"{path} has it" if name else f"import from {path.rpartition('.')[0]}"
+    match = counterpart(api)
+    missing = f"{door} has no {name!r}" if name and module(door) is not None else f"there is no module {door}"
+    return f"{missing}: {match.sentence}" if match.sentence.partition(" ")[0] != missing.partition(" ")[0] else missing
+
+
+def is_importable(door: str, name: str = "") -> bool:
+    """Whether the module ``door`` of ``engine.interop`` exists, and has ``name``, if one is given, as an attribute or as a module in it."""
+    owner = module(door)
+    if not name or name == "*" or owner is None:
+        return owner is not None
+    return getattr(owner, name, None) is not None or module(f"{door}.{name}") is not None
 
 
 def find_in_engine(api: Api) -> tuple[Any, str]:

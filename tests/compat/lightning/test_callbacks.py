@@ -270,8 +270,8 @@ def test_loggers(tmp_path: Path) -> None:
     assert keeps.seen[1] == (1, ["epoch", "loss_step"])
     assert keeps.seen[-1] == "success"
     assert fitted.logger is keeps
-    assert fitted.loggers[1].log_dir == str(tmp_path / "mine")
-    with (tmp_path / "mine" / "metrics.csv").open() as file:
+    assert fitted.loggers[1].log_dir == str(tmp_path / "mine" / "version_0")
+    with (tmp_path / "mine" / "version_0" / "metrics.csv").open() as file:
         assert [row["step"] for row in csv.DictReader(file) if row["loss_step"]] == ["1", "5", "10"]
 
 
