@@ -351,9 +351,7 @@ class ModelCheckpoint(Callback):
     def _replaced(self, run: Run, name: str | None) -> list[str]:
         """The checkpoint from which this run has resumed, in a list, if it is saved again with its score: it stays as long as this run needs it, and
         the new one is saved beside it."""
-        is_kept = any(
-            name in callback.names.values() for callback in self._in_same_folder(run) if callback is not self
-        )
+        is_kept = any(name in callback.names.values() for callback in self._in_same_folder(run) if callback is not self)
         return [name] if name is not None and name in self._folder.protected and not is_kept else []
 
     def _in_same_folder(self, run: Run) -> list[ModelCheckpoint]:

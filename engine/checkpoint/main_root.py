@@ -40,7 +40,11 @@ def main_root(
     places = [run_root_of(root_dir, "checkpoints") if root is None else run_root_of(root) for root in roots]
 
     def find() -> list[Any]:
-        index = roots.index(best) if name == "best" else (_newest(places, earlier) if name in NAMES else _with(places, name))
+        index = (
+            roots.index(best)
+            if name == "best"
+            else (_newest(places, earlier) if name in NAMES else _with(places, name))
+        )
         number = None if earlier is None else places[index].with_id(earlier.id)
         return [index, None if number is None else places[index].storage(number).root]
 

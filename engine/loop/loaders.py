@@ -191,7 +191,7 @@ class RunLoaders:
         return state
 
     def reload_for(self, kind: str, epoch: int) -> bool:
-        """Whether :attr:`reload_every` asks for new loaders of ``kind`` in this epoch; if so, release the present ones. All ranks call this together."""
+        """Whether :attr:`reload_every` asks for new loaders of ``kind`` in this epoch; if so, release the present ones. All ranks call this."""
         for each_kind in METHODS:
             self._created.setdefault(each_kind, epoch)
         created = self._created[kind]

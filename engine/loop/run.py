@@ -551,8 +551,8 @@ class Run:
 
     def checkpoints_at(self, root: str | Path | None, max_failures: int = 1) -> None:
         """Save checkpoints in ``root``, a directory or a URL that fsspec supports, instead of the folder ``checkpoints`` of the run. If another run
-        uses ``root``, they go to a numbered folder in it. All ranks call this together, in ``setup``. Several callbacks may choose several places; the
-        run resumes from the checkpoint that was written last in any of them.
+        uses ``root``, they go to a numbered folder in it. All ranks call this together, in ``setup``. Several callbacks may choose several places:
+        the run resumes from the checkpoint that was written last in any of them.
 
         Args:
             root: the ``checkpoints_in`` of the calling callback.

@@ -19,7 +19,6 @@ from engine.distributed.collectives import gather_json
 from engine.loop.state import TrainState
 from engine.utils.paths import expanded
 
-
 UNKNOWN = object()
 """In the place of a root for checkpoints: no callback has said yet where it saves."""
 
@@ -85,9 +84,7 @@ class RunCheckpoints:
         self._folder = self.saved_in = self._new_folder(location)
 
     def _new_folder(self, location: Path | str) -> CheckpointFolder:
-        return CheckpointFolder(
-            self._group, storage_of(location), self._agreement if self.have_listeners else None
-        )
+        return CheckpointFolder(self._group, storage_of(location), self._agreement if self.have_listeners else None)
 
     def choose(self, root: str | Path | None, max_failures: int) -> None:
         """Implements :meth:`engine.Run.checkpoints_at`."""
@@ -115,7 +112,9 @@ class RunCheckpoints:
 
     def names(self, folder: CheckpointFolder) -> set[str]:
         """The names of the complete checkpoints in ``folder``, as rank 0 sees them; all ranks call this together."""
-        names: list[str] = gather_json(self._group, list(folder.storage.manifests()) if self._group.is_main else None)[0]
+        names: list[str] = gather_json(self._group, list(folder.storage.manifests()) if self._group.is_main else None)[
+            0
+        ]
         return set(names)
 
     @property
@@ -147,11 +146,7 @@ class RunCheckpoints:
             return None
         position, saved_name = self._positions[folder.storage.root]
         is_same_position = position == state.resume_point() or (state.in_window and position[0] == state.step)
-        return (
-            saved_name
-            if is_same_position and saved_name not in folder.lost and name in (None, saved_name)
-            else None
-        )
+        return saved_name if is_same_position and saved_name not in folder.lost and name in (None, saved_name) else None
 
     def save(self, request: SaveRequest, content: Content, state: TrainState, folder: CheckpointFolder) -> Path | str:
         """Write ``content``, collected at the position ``state``, into ``folder``; errors: see

@@ -106,7 +106,7 @@ def _reduction(name: str, arguments: LogArguments) -> str:
             return reduction
     raise ValueError(
         f"log({name!r}, {keyword}={requested!r}) is not possible: values are reduced over micro-batches and ranks by one of "
-        f"{', '.join(REDUCTIONS)} (or Python's or torch's functions of these names); for another one log a torchmetrics object, or collect the values "
+        f"{', '.join(REDUCTIONS)} (or Python's or torch's functions of that name); for another one log a torchmetrics object, or collect the values "
         "yourself and log the result at the epoch's end"
     )
 

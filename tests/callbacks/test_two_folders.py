@@ -49,7 +49,9 @@ def test_last_is_the_newest_of_both(tmp_path: Path) -> None:
     trainer = fit(tmp_path / "run", callbacks=callbacks(tmp_path), max_epochs=4)
     result = trainer.run(resumed, LINEAR_BATCHES, resume="last")
     assert torch.equal(resumed.net.weight, whole.net.weight)
-    assert result.best_checkpoint == tmp_path / "best" / f"step={STEPS:08d}"  # of the first run, whose score still counts
+    assert (
+        result.best_checkpoint == tmp_path / "best" / f"step={STEPS:08d}"
+    )  # of the first run, whose score still counts
     assert steps_in(tmp_path / "best") == [STEPS]
     assert steps_in(tmp_path / "all")[-2:] == [4 * STEPS - 1, 4 * STEPS]
 
@@ -57,7 +59,9 @@ def test_last_is_the_newest_of_both(tmp_path: Path) -> None:
 def test_best_is_in_the_folder_of_the_callback_that_ranks(tmp_path: Path) -> None:
     for name, reverse in (("a", False), ("b", True)):
         module, both = Scored(), callbacks(tmp_path / name)
-        trainer = fit(tmp_path / name / "run", callbacks=both[::-1] if reverse else both, max_epochs=2, reload_best=True)
+        trainer = fit(
+            tmp_path / name / "run", callbacks=both[::-1] if reverse else both, max_epochs=2, reload_best=True
+        )
         trainer.run(module, LINEAR_BATCHES)
         first = Scored()
         fit(tmp_path / name / "first", max_epochs=1).run(first, LINEAR_BATCHES)

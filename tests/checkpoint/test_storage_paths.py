@@ -344,7 +344,7 @@ def test_two_places_for_one_run(tmp_path: Path) -> None:
         tmp_path, ModelCheckpoint(dirpath=tmp_path / "a"), ModelCheckpoint("1 steps", dirpath=tmp_path / "b")
     ).run(Linear(), LINEAR_BATCHES)
     for name in ("a", "b"):
-        assert list(storage_of(tmp_path / name).manifests()) == ["step=00000004"]
+        assert list(storage_of(tmp_path / name).manifests()) == ["step=00000012"]
 
 
 RANKS = """

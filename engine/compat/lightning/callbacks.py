@@ -22,11 +22,16 @@ from engine.compat.lightning.checkpoint_attributes import CheckpointAttributes
 from engine.compat.lightning.checkpoint_notices import notify
 from engine.compat.lightning.epoch_ends import acts_at_epoch_ends, has_validation
 from engine.compat.lightning.events import EVENTS
+from engine.compat.lightning.exception_checkpoint import SavesOnException
 from engine.compat.lightning.finetuning_functions import FinetuningFunctions
 from engine.compat.lightning.names import OF_CHECKPOINTS
 from engine.compat.lightning.pickled_checkpoint import FILE, write_checkpoint
+from engine.compat.lightning.searches import BatchSizeFinder as BatchSizeFinder
+from engine.compat.lightning.searches import LearningRateFinder as LearningRateFinder
 from engine.compat.lightning.stopping_reason import EarlyStoppingReason as EarlyStoppingReason
 from engine.compat.lightning.stopping_reason import NamesReason
+from engine.compat.lightning.timer import Interval as Interval
+from engine.compat.lightning.timer import Timer as Timer
 from engine.config.duration import NEVER
 from engine.config.kinds import WholeNumber
 from engine.config.settings import checked_setting
@@ -47,6 +52,10 @@ def _absolute(dirpath: str | PathLike[str] | None) -> str | Path | None:
 
 class Checkpoint(Callback):
     """The base of callbacks that save checkpoints."""
+
+
+class OnExceptionCheckpoint(SavesOnException, Checkpoint):
+    """Saves the last complete step when an exception ends a training."""
 
 
 class ProgressBar(BarAttributes, Callback):

@@ -59,7 +59,9 @@ def filter_on_optimizer(optimizer: Any, params: Iterable[Tensor]) -> list[Tensor
     given = list(params)
     new = [parameter for parameter in given if id(parameter) not in known]
     if len(new) < len(given):
-        logger.warning("%d parameters are in a group of the optimizer already, and are not added", len(given) - len(new))
+        logger.warning(
+            "%d parameters are in a group of the optimizer already, and are not added", len(given) - len(new)
+        )
     return new
 
 

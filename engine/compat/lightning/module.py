@@ -68,8 +68,8 @@ class LightningModule(TrainModule):
             TrainModule.attach(part, context)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer of ``configure_optimizers``, or a list of several, with ``optimizer`` and ``toggle_model``; ``use_pl_optimizer=False``: without
-        these."""
+        """The optimizer of ``configure_optimizers``, or a list of several, with ``optimizer`` and ``toggle_model``; with ``use_pl_optimizer=False``
+        without these."""
         optimizers = self._attached("optimizers()").optimizers
         if use_pl_optimizer:
             optimizers = [LightningOptimizer(optimizer, self) for optimizer in optimizers]

@@ -229,14 +229,9 @@ CLASSES = {
     "Accelerator": "give Trainer(accelerator='cpu' or 'gpu')",
     "CPUAccelerator": "give Trainer(accelerator='cpu')",
     "AdvancedProfiler": "use SimpleProfiler, PyTorchProfiler, or python -m cProfile",
-    "BatchSizeFinder": "call callbacks.find_batch_size(module, loader), and set what it finds",
-    "LearningRateFinder": "call callbacks.find_lr(module, loader), and set what it finds",
-    "Tuner": "call callbacks.find_lr(module, loader) or find_batch_size, and set what it finds",
     "ModelPruning": "use callbacks.Pruning(...)",
-    "OnExceptionCheckpoint": "ModelCheckpoint saves the last complete step after an error",
     "SpikeDetection": "use callbacks.SpikeGuard()",
     "ThroughputMonitor": "use callbacks.ThroughputMonitor()",
-    "Timer": "give Trainer(max_time=...)",
     **dict.fromkeys(("CometLogger", "NeptuneLogger"), _LOGGERS),
     "DeepSpeedStrategy": "give engine.DeepSpeed(stage=2, ...), or its name, 'deepspeed_stage_2'",
     "ModelParallelStrategy": "give engine.MeshParallel(tp=..., dp_shard=...)",
@@ -246,16 +241,10 @@ CLASSES = {
 }
 """Lightning's classes without a class of this name here -> what to use instead."""
 BOUND = {
-    **{
-        name: CLASSES[name]
-        for name in (
-            "BatchSizeFinder",
-            "LearningRateFinder",
-            "ModelPruning",
-            "OnExceptionCheckpoint",
-            "ThroughputMonitor",
-        )
-    },
+    **{name: CLASSES[name] for name in ("ModelPruning", "ThroughputMonitor")},
+    "BatchSizeFinder": "call callbacks.find_batch_size(module, loader), and set what it finds",
+    "LearningRateFinder": "call callbacks.find_lr(module, loader), and set what it finds",
+    "OnExceptionCheckpoint": "ModelCheckpoint saves the last complete step after an error",
     "BasePredictionWriter": "subclass callbacks.BasePredictionWriter",
     "DeviceStatsMonitor": "use callbacks.DeviceStatsMonitor()",
     "EMAWeightAveraging": "use callbacks.EMA(decay=...)",
@@ -304,7 +293,7 @@ PLACES = {
     "pytorch.profilers.": CLASSES["AdvancedProfiler"],
     "pytorch.strategies.": "give Trainer(strategy=...) a name, or an object such as DDP, FSDP, DeepSpeed or MeshParallel of engine",
     "pytorch.trainer.": "it is inside Lightning's Trainer; self.trainer.run has what a run is made of",
-    "pytorch.tuner.": CLASSES["Tuner"],
+    "pytorch.tuner.": "Tuner(trainer).lr_find and scale_batch_size search before a training",
 }
 """Beginning of a module's path in the package ``lightning`` -> what to use instead of its names that have no counterpart."""
 MODULES = {

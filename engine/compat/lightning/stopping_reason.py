@@ -30,7 +30,11 @@ class NamesReason:
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        return {**state, "stopping_reason": self.stopping_reason.value, "stopping_reason_message": self.stopping_reason_message}
+        return {
+            **state,
+            "stopping_reason": self.stopping_reason.value,
+            "stopping_reason_message": self.stopping_reason_message,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)  # type: ignore[misc]

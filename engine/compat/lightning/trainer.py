@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
@@ -24,6 +25,7 @@ from engine.compat.lightning.events import TrainerStatus, original
 from engine.compat.lightning.file_loggers import FileLogger
 from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.compat.lightning.module import LightningModule
+from engine.compat.lightning.searches import Finder
 from engine.compat.lightning.shared_hyperparameters import check_shared
 from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401  # packages import it from there
 from engine.compat.lightning.trainer_translation import run_root, translate
@@ -93,11 +95,23 @@ class Trainer(TrainerView):
     ) -> None:  # fmt: skip
         """Train ``model``. ``ckpt_path``: the checkpoint to resume from; ``"last"``: the newest one, if there is any."""
         model, loaders, datamodule = self._adapt_objects(model, train_dataloaders, datamodule)
+        finders = [callback for callback in self._callbacks if isinstance(callback, Finder)]
+        if finders:
+            if ckpt_path is not None:
+                raise ValueError(f"{type(finders[0]).__name__} searches before a new training: leave it out, or ckpt_path")
+            self.search_with(finders, model, loaders, datamodule)
+            model, loaders, datamodule = self._adapt_objects(model, loaders, datamodule)
         pickled_checkpoint.check_complete(ckpt_path)
         self._choose_root(trains=True, resumes=ckpt_path == "last")
         resume_from = "auto" if ckpt_path == "last" else ckpt_path
         with pickled_checkpoint.readable(resume_from, self._arguments["plugins"]) as resume, self._default_dtype(model):
             self.result = self._fit.run(model, loaders, val_dataloaders, datamodule=datamodule, resume=resume)
+
+    def search_with(self, finders: Sequence[Finder], model: Any, loaders: Any, datamodule: Any) -> None:
+        """Let ``finders`` search for a learning rate or a batch size before a training with these objects."""
+        model, loaders, datamodule = self._adapt_objects(model, loaders, datamodule)
+        for finder in finders:
+            finder.search(self._fit, model, loaders, datamodule)
 
     def validate(
         self, model: Any = None, dataloaders: Any = None, ckpt_path: Any = None, verbose: bool = True, datamodule: Any = None,

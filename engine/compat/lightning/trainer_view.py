@@ -319,7 +319,6 @@ class TrainerView:
         """Names parts of the code for torch's profiler."""
         return vars(self).setdefault("_profiler", ProfilerView())
 
-
     # -- objects ----------------------------------------------------------------------------------------------------------------
 
     model = property(lambda self: original(self._run.module), doc="The module.")

@@ -125,11 +125,19 @@ def test_methods_set_to_none_are_not_overridden(tmp_path: Path) -> None:
         on_object = net(L)()
         on_object.validation_step = on_object.val_dataloader = on_object.on_train_epoch_end = None
         on_object.configure_callbacks = None
-        none = dict.fromkeys(("validation_step", "val_dataloader", "configure_model", "prepare_data", "setup", "test_step"))
+        none = dict.fromkeys(
+            ("validation_step", "val_dataloader", "configure_model", "prepare_data", "setup", "test_step")
+        )
         on_class = type("N", (net(L),), none)()
-        data = type("D", (L.LightningDataModule,), {"val_dataloader": None, "train_dataloader": lambda self: loader()})()
+        data = type(
+            "D", (L.LightningDataModule,), {"val_dataloader": None, "train_dataloader": lambda self: loader()}
+        )()
         data.setup = data.prepare_data = data.teardown = None
-        for name, arguments in (("a", (on_object, loader())), ("b", (on_class, loader(), loader())), ("c", (on_class, data))):
+        for name, arguments in (
+            ("a", (on_object, loader())),
+            ("b", (on_class, loader(), loader())),
+            ("c", (on_class, data)),
+        ):
             trainer(L, folder / name, max_epochs=1).fit(*arguments)
         return [on_object.validation_step, on_object.val_dataloader, on_class.setup, data.setup]
 
@@ -139,7 +147,7 @@ def test_methods_set_to_none_are_not_overridden(tmp_path: Path) -> None:
 def test_a_step_that_is_none_is_asked_for(tmp_path: Path) -> None:
     module = OurNet()
     module.training_step = module.test_step = None
-    with pytest.raises(TypeError, match="OurNet must define training_step|Net must define training_step"):
+    with pytest.raises(TypeError, match="must define training_step"):
         trainer(OURS, tmp_path / "a", max_epochs=1).fit(module, loader())
     with pytest.raises(TypeError, match="must define test_step"):
         trainer(OURS, tmp_path / "b").test(module, loader())
@@ -172,11 +180,19 @@ def test_map_location_may_be_a_function(tmp_path: Path) -> None:
     used.fit(module, loader())
     used.save_checkpoint(tmp_path / "x.ckpt")
     stays = lambda storage, location: storage  # noqa: E731
-    for where in (stays, lambda storage, location: None, lambda storage, location: storage.cpu(), {"cuda:0": "cpu"}, "cpu"):
+    for where in (
+        stays,
+        lambda storage, location: None,
+        lambda storage, location: storage.cpu(),
+        {"cuda:0": "cpu"},
+        "cpu",
+    ):
         loaded = OurNet.load_from_checkpoint(tmp_path / "x.ckpt", map_location=where)
         torch.testing.assert_close(loaded.layer.weight, module.layer.weight)
         assert loaded.device.type == "cpu"
-    there = OurNet.load_from_checkpoint(tmp_path / "x.ckpt", map_location=lambda s, location: torch.UntypedStorage(0, device="meta"))
+    there = OurNet.load_from_checkpoint(
+        tmp_path / "x.ckpt", map_location=lambda s, location: torch.UntypedStorage(0, device="meta")
+    )
     assert there.layer.weight.device.type == "meta"
 
 
@@ -195,7 +211,9 @@ def test_finetuning_functions_on_the_class() -> None:
         base.freeze_module(model[0])
         optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
         base.unfreeze_and_add_param_group(model, optimizer)
-        answers.append([len(optimizer.param_groups), optimizer.param_groups[1]["lr"], len(optimizer.param_groups[1]["params"])])
+        answers.append(
+            [len(optimizer.param_groups), optimizer.param_groups[1]["lr"], len(optimizer.param_groups[1]["params"])]
+        )
         return [*answers, len(base.filter_on_optimizer(optimizer, model.parameters()))]
 
     assert quietly(ask, OURS) == quietly(ask, THEIRS)
@@ -257,7 +275,13 @@ def test_optimizers_have_lightnings_attributes(automatic: bool, tmp_path: Path) 
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 optimizer = self.optimizers()
                 kinds = (torch.optim.SGD, torch.optim.Optimizer, torch.optim.Adam)
-                seen.append([type(optimizer.optimizer).__name__, optimizer.defaults["lr"], *(isinstance(optimizer, k) for k in kinds)])
+                seen.append(
+                    [
+                        type(optimizer.optimizer).__name__,
+                        optimizer.defaults["lr"],
+                        *(isinstance(optimizer, k) for k in kinds),
+                    ]
+                )
                 with optimizer.toggle_model():
                     loss = super().training_step(batch, batch_idx)
                     if not automatic:
@@ -282,7 +306,9 @@ def test_thin_objects_of_the_trainer(tmp_path: Path) -> None:
         class Watcher(L.Callback):  # type: ignore[misc]
             def on_train_start(self, trainer: Any, pl_module: Any) -> None:
                 strategy = trainer.strategy
-                seen.append([strategy.model is pl_module, strategy.lightning_module is pl_module, len(strategy.optimizers)])
+                seen.append(
+                    [strategy.model is pl_module, strategy.lightning_module is pl_module, len(strategy.optimizers)]
+                )
                 seen.append([trainer.fit_loop.restarting, len(strategy.lr_scheduler_configs)])
                 with trainer.profiler.profile("mine"):
                     pass
@@ -307,14 +333,25 @@ def test_attributes_of_callbacks(tmp_path: Path) -> None:
         saving = L.callbacks.ModelCheckpoint(dirpath=folder / "c", monitor="val", save_top_k=2)
         rates = L.callbacks.LearningRateMonitor(log_momentum=True)
         used = trainer(
-            L, folder, max_epochs=9, callbacks=[stopping, saving, rates], enable_checkpointing=True, logger=L.loggers.CSVLogger(folder)
+            L,
+            folder,
+            max_epochs=9,
+            callbacks=[stopping, saving, rates],
+            enable_checkpointing=True,
+            logger=L.loggers.CSVLogger(folder),
         )
         used.fit(net(L)(), loader(), loader())
         saving.to_yaml()
         written = (folder / "c" / "best_k_models.yaml").read_text().count(": 1.0")
         return [
             [stopping.stopping_reason.name, stopping.wait_count, written, float(saving.current_score)],
-            [saving.save_weights_only, saving.verbose, list(rates.lrs), rates.lrs["lr-SGD"][0], list(rates.last_momentum_values)],
+            [
+                saving.save_weights_only,
+                saving.verbose,
+                list(rates.lrs),
+                rates.lrs["lr-SGD"][0],
+                list(rates.last_momentum_values),
+            ],
         ]
 
     assert same(ask, tmp_path)[0] == ["PATIENCE_EXHAUSTED", 2, 2, 1.0]
@@ -353,7 +390,9 @@ def test_progress_bars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         class Own(L.callbacks.ProgressBar):  # type: ignore[misc]
             def disable(self) -> None: ...
 
-            def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            def on_train_batch_end(
+                self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+            ) -> None:
                 super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
                 seen.append((batch_idx + 1) / self.total_train_batches)
 
@@ -402,7 +441,9 @@ def test_a_step_set_during_the_set_up(tmp_path: Path) -> None:
         def on_train_start(self) -> None:
             self.training_step = lambda batch, batch_idx: None
 
-    with pytest.raises(TypeError, match=r"Late.training_step was set on the module after .* set it before the run, or in setup"):
+    with pytest.raises(
+        TypeError, match=r"Late.training_step was set on the module after .* set it before the run, or in setup"
+    ):
         trainer(OURS, tmp_path / "b", max_epochs=1).fit(Late(), loader())
 
 
@@ -415,7 +456,9 @@ def test_a_step_set_during_the_set_up(tmp_path: Path) -> None:
         (3, 1, 5, [("t", 0), ("v", 0), ("t", 3), ("v", 3)]),
     ],
 )
-def test_loaders_are_created_again(reload_every: int, val_every: int, epochs: int, created: Any, tmp_path: Path) -> None:
+def test_loaders_are_created_again(
+    reload_every: int, val_every: int, epochs: int, created: Any, tmp_path: Path
+) -> None:
     def ask(L: Any, folder: Path) -> Any:
         class Net(net(L)):  # type: ignore[misc]
             def train_dataloader(self) -> Any:
@@ -427,7 +470,9 @@ def test_loaders_are_created_again(reload_every: int, val_every: int, epochs: in
                 return loader()
 
         module = Net()
-        used = trainer(L, folder, max_epochs=epochs, reload_dataloaders_every_n_epochs=reload_every, num_sanity_val_steps=0)
+        used = trainer(
+            L, folder, max_epochs=epochs, reload_dataloaders_every_n_epochs=reload_every, num_sanity_val_steps=0
+        )
         used.fit(module)
         return [module.calls, used.global_step]
 
@@ -448,7 +493,9 @@ def test_the_newest_checkpoints_by_epoch_or_step(monitor: str, options: Any, bes
     def ask(L: Any, folder: Path) -> Any:
         arguments = {"save_top_k": 2, "mode": "max", "filename": "{epoch}-{step}", **options}
         saving = L.callbacks.ModelCheckpoint(dirpath=folder / "c", monitor=monitor, **arguments)
-        trainer(L, folder, max_epochs=3, callbacks=[saving], enable_checkpointing=True).fit(net(L)(), loader(), loader())
+        trainer(L, folder, max_epochs=3, callbacks=[saving], enable_checkpointing=True).fit(
+            net(L)(), loader(), loader()
+        )
         names = sorted(path.name for path in (folder / "c").iterdir() if path.suffix == ".ckpt")
         return [names, Path(saving.best_model_path).name, float(saving.best_model_score)]
 
