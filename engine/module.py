@@ -61,6 +61,8 @@ class TrainModule(nn.Module):
     """Whether the run calls :meth:`on_fit_start` before it asks the module or the data module for loaders, and before it resumes."""
     may_train_nothing: bool = False
     """Whether a training without optimizers or without any loss is a warning rather than an error, and windows without a loss count as steps."""
+    leaves_out_unknown_keys: bool = False
+    """Whether an unknown key in a dict of :meth:`configure_optimizers` is left out with a warning rather than an error."""
     built: bool = False
     """Whether the run skips :meth:`configure_model`, because the model is built already and keeps its values."""
 

@@ -27,7 +27,7 @@ from engine.loop.run import PendingSetUp, Run
 from engine.loop.steps import AutomaticOptimization, ManualOptimization, PipelinedOptimization
 from engine.metrics.torchmetrics_values import connect_metrics
 from engine.module import TrainModule, overrides
-from engine.step.optimizers import configured, needs_closure
+from engine.step.optimizers import UnknownKeys, configured, needs_closure
 from engine.utils.extensions import refuse_uncalled
 from engine.utils.log import StartLog, warn_once
 from engine.utils.overrides import overridden_methods
@@ -67,7 +67,7 @@ def new_run(
         sync_batchnorm=settings.sync_batchnorm,
     )
     settings, origins = combinations.configured_by_strategy(settings, resolved.origins, engine.strategy)
-    refuse_uncalled(module, *settings.callbacks)
+    refuse_uncalled(stage, module, *settings.callbacks)
     callbacks = tuple(
         c
         for c in (with_callbacks_of_module(module, settings.callbacks) if callbacks is None else callbacks)
@@ -230,6 +230,10 @@ def set_up_optimizers(run: Run) -> None:
         if not module.may_train_nothing:
             raise TypeError(message)
         _warn(run, message)
+    if module.leaves_out_unknown_keys:
+        for message in (unknown := UnknownKeys(configuration)).messages:
+            _warn(run, message)
+        configuration = unknown.others
     raw_optimizers, schedules = configured(configuration)
     if overridden:
         check_parameters(module, raw_optimizers)

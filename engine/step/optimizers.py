@@ -108,6 +108,40 @@ def configured(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
     return optimizers, schedules
 
 
+_KEYS = ("optimizer", "lr_scheduler", "monitor")
+_SCHEDULE_KEYS = tuple(field.name for field in fields(Schedule) if field.init)
+
+
+def _unknown(entry: Mapping[str, Any], possible: Sequence[str], where: str) -> list[str]:
+    """What an error, or a warning, says about each key of a dict that no key of these is."""
+    return [
+        f"configure_optimizers: unknown key {key!r}{where}{nearest(key, possible)}; possible: {', '.join(possible)}"
+        for key in entry
+        if key not in possible
+    ]
+
+
+class UnknownKeys:
+    """The unknown keys in the dicts of a result of ``configure_optimizers``: ``messages`` about them, and ``others``, the result without them."""
+
+    def __init__(self, result: Any) -> None:
+        self.messages: list[str] = []
+        self.others = self._without(result, _KEYS, "")
+
+    def _without(self, value: Any, possible: Sequence[str], where: str) -> Any:
+        if isinstance(value, (list, tuple)):
+            first, rest = (possible, where), (_SCHEDULE_KEYS, " in lr_scheduler")
+            in_two = len(value) == 2 and isinstance(value[0], (list, tuple))
+            return [self._without(part, *(rest if in_two and index else first)) for index, part in enumerate(value)]
+        if not isinstance(value, Mapping):
+            return value
+        self.messages += [f"{message}; it is left out" for message in _unknown(value, possible, where)]
+        entry = {key: value[key] for key in value if key in possible}
+        if isinstance(entry.get("lr_scheduler"), Mapping):
+            entry["lr_scheduler"] = self._without(entry["lr_scheduler"], _SCHEDULE_KEYS, " in lr_scheduler")
+        return entry
+
+
 def _parse(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
     if result is None:
         return [], []
@@ -125,12 +159,8 @@ def _parse(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
 
 
 def _entry(entry: Mapping[str, Any]) -> tuple[list[Optimizer], list[Schedule]]:
-    possible = ("optimizer", "lr_scheduler", "monitor")
-    for key in entry:
-        if key not in possible:
-            raise ValueError(
-                f"configure_optimizers: unknown key {key!r}{nearest(key, possible)}; possible: {', '.join(possible)}"
-            )
+    for message in _unknown(entry, _KEYS, ""):
+        raise ValueError(message)
     if "optimizer" not in entry:
         raise ValueError('configure_optimizers: a dict needs the key "optimizer"')
     schedules = []
@@ -153,12 +183,8 @@ def _optimizer(optimizer: Any) -> Optimizer:
 
 def _schedule(entry: Any) -> Schedule:
     if isinstance(entry, Mapping):
-        possible = [f.name for f in fields(Schedule) if f.init]
-        for key in entry:
-            if key not in possible:
-                raise ValueError(
-                    f"configure_optimizers: unknown key {key!r} in lr_scheduler{nearest(key, possible)}; possible: {', '.join(possible)}"
-                )
+        for message in _unknown(entry, _SCHEDULE_KEYS, " in lr_scheduler"):
+            raise ValueError(message)
         if "scheduler" not in entry:
             raise ValueError('configure_optimizers: an lr_scheduler dict needs the key "scheduler"')
         return Schedule(**entry)

@@ -16,9 +16,8 @@ from engine.compat.checked_arguments import as_device, checking_arguments, with_
 from engine.compat.lightning.arguments import CALLBACKS
 from engine.compat.lightning.callback import Callback
 from engine.compat.lightning.events import EVENTS
-from engine.compat.lightning.names import CLASSES, OF_CHECKPOINTS
+from engine.compat.lightning.names import OF_CHECKPOINTS
 from engine.compat.lightning.pickled_checkpoint import FILE, write_checkpoint
-from engine.compat.refusals import refusing
 from engine.config.duration import NEVER
 from engine.config.kinds import WholeNumber
 from engine.config.settings import checked_setting
@@ -165,7 +164,6 @@ class PyTorchProfiler(Callback, own.Profiler):
 RichModelSummary = ModelSummary
 ServableModule = own.ServableModule
 Profiler = Callback
-__getattr__ = refusing("engine.compat.lightning.callbacks", CLASSES)
 
 
 class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):

@@ -11,11 +11,9 @@ from callbacks.loggers import ForwardingLogger as AdaptedLogger  # noqa: F401
 from callbacks.loggers import PlainLogger as Logger
 from engine.compat.checked_arguments import with_arguments_of
 from engine.compat.lightning.arguments import LOGGERS
-from engine.compat.lightning.names import CLASSES
-from engine.compat.refusals import refusing
 from engine.distributed.rank_work import rank_zero_experiment as rank_zero_experiment
 from engine.loop.run import Run
-from engine.utils.log import logger
+from engine.utils.log import logger as log
 from engine.utils.paths import expanded
 
 Folder = str | PathLike[str] | None
@@ -57,7 +55,7 @@ class WrappedLogger(Logger):
         try:
             self._experiment = self.ours.experiment
         except Exception:
-            logger.exception("%s.experiment is not there after the run", type(self).__name__)
+            log.exception("%s.experiment is not there after the run", type(self).__name__)
 
     @property
     def experiment(self) -> Any:
@@ -128,4 +126,3 @@ class MLFlowLogger(WrappedLogger):
         return arguments.setdefault("experiment_name", "lightning_logs")
 
 
-__getattr__ = refusing("engine.compat.lightning.loggers", CLASSES)

@@ -25,7 +25,7 @@ class LightningModule(TrainModule):
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME, CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_name", "hparams_type"
     _trainer: Any = None
-    may_train_nothing = True
+    may_train_nothing = leaves_out_unknown_keys = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()

@@ -245,6 +245,7 @@ CLASSES = {
     "ModelParallelStrategy": "give engine.MeshParallel(tp=..., dp_shard=...)",
     **dict.fromkeys(("XLAStrategy", "SingleDeviceXLAStrategy"), "XLA devices are not supported"),
     **dict.fromkeys(("_EvaluationLoop", "_FitLoop", "_PredictionLoop"), _LOOP_CLASSES),
+    "Fabric": "use engine.Engine",
 }
 """Lightning's classes without a class of this name here -> what to use instead."""
 BOUND = {
@@ -292,12 +293,23 @@ PARTS = {
 }
 """Part of Lightning -> what to do about names in it that have no counterpart."""
 
-TOP = {"Fabric": "use engine.Engine"}
-"""Names of the top-level package ``lightning`` that ours lacks -> what to use instead."""
-ABSENT = {
-    "demos": "lightning.pytorch.demos of the installed Lightning has its toys, which Fit and this Trainer take as they are"
+_HELPER = "Lightning uses it inside its own Trainer: copy it into your project, or import it from the installed Lightning"
+PLACES = {
+    "": _HELPER,
+    "fabric.": "Fabric's parts have no counterpart: a loop of your own uses engine.Engine",
+    "pytorch.accelerators.": CLASSES["Accelerator"],
+    "pytorch.callbacks.": "use a callback of engine.interop.lightning.callbacks, or write one of your own",
+    "pytorch.cli.": PARTS["cli"],
+    "pytorch.demos.": "lightning.pytorch.demos of the installed Lightning has its toys, which Fit and this Trainer take as they are",
+    "pytorch.loggers.": _LOGGERS,
+    "pytorch.loops.": _LOOP_CLASSES,
+    "pytorch.plugins.": PARTS["plugins"],
+    "pytorch.profilers.": CLASSES["AdvancedProfiler"],
+    "pytorch.strategies.": "give Trainer(strategy=...) a name, or an object such as DDP, FSDP, DeepSpeed or MeshParallel of engine",
+    "pytorch.trainer.": "it is inside Lightning's Trainer; self.trainer.run has what a run is made of",
+    "pytorch.tuner.": CLASSES["Tuner"],
 }
-"""Lightning's modules that have no counterpart -> what to import instead."""
+"""Beginning of a module's path in the package ``lightning`` -> what to use instead of its names that have no counterpart."""
 MODULES = {
     "callbacks": """callbacks profilers serve serve.servable_module serve.servable_module_validator callbacks.callback callbacks.checkpoint
         callbacks.device_stats_monitor callbacks.early_stopping callbacks.finetuning callbacks.gradient_accumulation_scheduler
@@ -310,10 +322,9 @@ MODULES = {
     "strategies": "strategies strategies.ddp strategies.fsdp strategies.deepspeed strategies.strategy strategies.model_parallel",
     "trainer": "trainer trainer.trainer trainer.connectors trainer.connectors.accelerator_connector",
     "utilities": """utilities utilities.types utilities.rank_zero utilities.exceptions utilities.combined_loader utilities.seed utilities.enums
-        utilities.model_helpers utilities.parsing utilities.grads utilities.distributed utilities.model_summary utilities.apply_func
+        utilities.model_helpers utilities.parsing utilities.grads utilities.distributed utilities.apply_func
         utilities.memory trainer.states trainer.connectors.logger_connector.result tuner tuner.tuning accelerators accelerators.accelerator
-        loops loops.evaluation_loop loops.fit_loop loops.prediction_loop plugins plugins.io plugins.io.torch_io fabric fabric.utilities
-        fabric.utilities.cloud_io fabric.utilities.types fabric.utilities.seed fabric.utilities.rank_zero""",
+        loops loops.evaluation_loop loops.fit_loop loops.prediction_loop plugins plugins.io plugins.io.torch_io""",
     "cli": "cli",
 }
 """Module of ``engine.interop.lightning`` -> the paths of Lightning's modules whose content it has."""

@@ -20,6 +20,8 @@ from engine.compat.lightning.module import LightningModule
 from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401  # packages import it from there
 from engine.compat.lightning.trainer_translation import translate
 from engine.compat.lightning.trainer_view import TrainerView, Values
+from engine.compat.lightning.utilities import tell_lightning_utilities
+from engine.compat.refusals import refuse_stand_ins
 from engine.fit import Fit
 from engine.loop.run import Run
 from engine.loop.state import Result
@@ -131,6 +133,7 @@ class Trainer(TrainerView):
         """Adapt the objects of a run and give them this trainer; return model, loaders and data module. A data module may be given as ``loaders``."""
         if datamodule is None and hasattr(loaders, "prepare_data") and hasattr(loaders, "setup"):
             loaders, datamodule = None, loaders
+        refuse_stand_ins("Trainer", (model, datamodule))
         model, datamodule = adapt(model), adapt(datamodule)
         if not isinstance(model, LightningModule):
             raise TypeError(f"Trainer takes a LightningModule, got {type(model).__name__}; engine.Fit takes a TrainModule")
@@ -148,6 +151,7 @@ class Trainer(TrainerView):
             self._continue_counters(run)
             self._trained = run
         self._run, run.trainer = run, self
+        tell_lightning_utilities(run.rank)
         for entry in self._loggers:
             if isinstance(entry, WrappedLogger):
                 entry.attach_run(run)
