@@ -412,19 +412,22 @@ class Walker(ast.NodeVisitor):
         self.generic_visit(node)
         del self._tested_attributes[len(self._tested_attributes) - len(attributes) :]
 
-    def _record_name(self, node: ast.expr, call: ast.Call | None = None) -> bool:
-        """Record that ``node`` names a library's class or function, or an attribute of one; return whether it does."""
+    def _record_name(self, node: ast.expr, call: ast.Call | None = None, is_used: bool = False) -> bool:
+        """Record that ``node`` names a library's class or function, or an attribute of one; return whether it does.
+
+        ``is_used``: an attribute of it is read.
+        """
         api = self.names.meaning(node, self.source)
         if not isinstance(api, Api) or is_package(api) or api.path in _ONLY_IN_TESTS:
             return isinstance(api, Api)
         head, _, name = api.path.rpartition(".")
         if head and isinstance(node, ast.Attribute) and _has_unknown_attributes(Api(api.library, head)):
-            return self._record_name(node.value)
+            return self._record_name(node.value, is_used=True)
         owner = object_of_library(Api(api.library, head)) if head else PLAIN_OBJECT
         if owner.engine_class is not None or owner.interop_class is not None or owner.advice:
             self._record_attribute(owner, name, node, call)
         else:
-            self._record(node, Named(api, call, id(node) in self._bases, self._package(node, api)))
+            self._record(node, Named(api, call, is_used or id(node) in self._bases, self._package(node, api)))
         return True
 
     def _package(self, node: ast.expr, api: Api) -> str:
