@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engine.distributed import stacks
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.distributed.waiting import told_waiting
