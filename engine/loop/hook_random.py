@@ -73,7 +73,7 @@ class HookRandom:
         step = self._state.step
         self._step, self._calls = step, self._calls + 1 if step == self._step else 0
         text = f"{self._engine.seed} {stream.number} {step} {self._calls} {name}"
-        own = seed.states()
+        states = seed.states()
         try:
             seed.reseed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little"))
             before = seed.states() if stream.obstacle else None
@@ -85,4 +85,4 @@ class HookRandom:
                 )
             return result
         finally:
-            seed.set_states(own)
+            seed.set_states(states)

@@ -416,9 +416,9 @@ class BlockOrder(FSDPSteps):
             "waiting for the other ranks, which agree on the order of blocks in their first forward pass"
         ):
             requests = self._gathered(_FIRST, step)
-        wanted = [request[1] for request in requests]
-        chosen = merged.add(wanted)
-        if chosen is None and any(step is not None for step in wanted):
+        steps = [request[1] for request in requests]
+        chosen = merged.add(steps)
+        if chosen is None and any(step is not None for step in steps):
             raise RuntimeError(self._orders_text(requests))
         return chosen
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Self
 
 
 class MergedSteps:
@@ -27,22 +26,22 @@ class MergedSteps:
         self.steps: list[int] = []
         self._expected, self._paths = expected, paths
         self._places = {step: index for index, step in reversed(list(enumerate(expected)))}
-        self._own: list[list[int]] = [[] for _ in range(world_size)]
+        self._by_rank: list[list[int]] = [[] for _ in range(world_size)]
         self._open: list[int] = []
         """Blocks that have begun, and have not ended."""
         self._inside: list[list[int]] = [[] for _ in range(world_size)]
         """By rank, the indices of those in ``_open`` that it runs by itself."""
 
-    def add(self, wanted: Sequence[int | None]) -> int | None:
+    def add(self, requests: Sequence[int | None]) -> int | None:
         """Choose and add the next step.
 
         Args:
-            wanted: by rank, the step that it makes next by itself; ``None``: its pass is at its end.
+            requests: by rank, the step that it makes next by itself; ``None``: its pass is at its end.
 
         Returns:
             The step; ``None``: all are at the end, or blocks run inside of each other in opposite ways.
         """
-        chosen = self._chosen(wanted)
+        chosen = self._chosen(requests)
         if chosen is None:
             return None
         self.steps.append(chosen)
@@ -50,23 +49,23 @@ class MergedSteps:
             self._open.append(chosen)
         else:
             self._open.pop()
-        for rank, step in enumerate(wanted):
+        for rank, step in enumerate(requests):
             if step == chosen:
-                self._own[rank].append(step)
+                self._by_rank[rank].append(step)
                 if step >= 0:
                     self._inside[rank].append(len(self._open) - 1)
             while self._inside[rank] and self._inside[rank][-1] >= len(self._open):
                 self._inside[rank].pop()
         return chosen
 
-    def _chosen(self, wanted: Sequence[int | None]) -> int | None:
+    def _chosen(self, requests: Sequence[int | None]) -> int | None:
         """The innermost block ends once no rank in it wants another step; otherwise the next one of these ranks begins, and of several the one that
         is expected first."""
-        if all(step is None for step in wanted):
+        if all(step is None for step in requests):
             return None
         depth = max((inside[-1] for inside in self._inside if inside), default=-1)
         innermost = {
-            step for step, inside in zip(wanted, self._inside, strict=True) if (inside[-1] if inside else -1) == depth
+            step for step, inside in zip(requests, self._inside, strict=True) if (inside[-1] if inside else -1) == depth
         }
         if depth >= 0 and innermost <= {~self._open[depth], None}:
             return ~self._open[depth]
@@ -74,7 +73,7 @@ class MergedSteps:
         chosen = min(begins, key=lambda step: (self._places[step], step), default=None)
         if chosen is not None and chosen in self._open:
             index = self._open.index(chosen)
-            if any(step != chosen for step, inside in zip(wanted, self._inside, strict=True) if index in inside):
+            if any(step != chosen for step, inside in zip(requests, self._inside, strict=True) if index in inside):
                 return None
         return chosen
 
@@ -87,10 +86,10 @@ class MergedSteps:
 
     def _without_redundant(self) -> list[int]:
         """The steps without places of blocks that each rank can do without: one came to a block at a time when another was not there yet."""
-        steps, own = list(self.steps), {tuple(steps) for steps in self._own}
+        steps, sequences = list(self.steps), {tuple(sequence) for sequence in self._by_rank}
         for number in dict.fromkeys(step for step in self.steps if step >= 0):
-            most = max(steps.count(number) for steps in own)
-            while steps.count(number) > most and (shorter := _without_one(steps, number, own)) is not None:
+            count = max(sequence.count(number) for sequence in sequences)
+            while steps.count(number) > count and (shorter := _without_one(steps, number, sequences)) is not None:
                 steps = shorter
         return steps
 
@@ -103,7 +102,7 @@ class Place:
     inner: list[Place] = field(default_factory=list)
 
     @classmethod
-    def root(cls, steps: Sequence[int]) -> Self:
+    def root(cls, steps: Sequence[int]) -> Place:
         """A place for the model itself, with those that are not within another block's."""
         root = cls(-1)
         path = [root]
@@ -153,23 +152,23 @@ class Missing:
             if missing.number not in self._run:
                 place.inner = self._with(missing, place.inner)
 
-    def _with(self, missing: Place, others: list[Place]) -> list[Place]:
-        """Insert a block beside others of its container: after each place of the one that is expected last before it, and before each place of the
-        one that is expected first after it."""
+    def _with(self, missing: Place, places: list[Place]) -> list[Place]:
+        """Insert a block into ``places`` beside others of its container: after each place of the one that is expected last before it, and before each
+        place of the one that is expected first after it."""
         at = self._indices[missing.number]
-        near = {index: self._indices[others[index].number] for index in self._nearest(missing.number, others)}
-        last = max((other for other in near.values() if other < at), default=None)
-        first = min((other for other in near.values() if other > at), default=None)
-        gaps = {index + 1 for index, other in near.items() if other == last}
-        gaps |= {index for index, other in near.items() if other == first}
-        result = [missing] if 0 in gaps or not others else []
-        for gap, other in enumerate(others, start=1):
-            result += [other, missing] if gap in gaps else [other]
+        near = {index: self._indices[places[index].number] for index in self._nearest(missing.number, places)}
+        last = max((place for place in near.values() if place < at), default=None)
+        first = min((place for place in near.values() if place > at), default=None)
+        gaps = {index + 1 for index, place in near.items() if place == last}
+        gaps |= {index for index, place in near.items() if place == first}
+        result = [missing] if 0 in gaps or not places else []
+        for gap, neighbour in enumerate(places, start=1):
+            result += [neighbour, missing] if gap in gaps else [neighbour]
         return result
 
-    def _nearest(self, number: int, others: Sequence[Place]) -> list[int]:
+    def _nearest(self, number: int, places: Sequence[Place]) -> list[int]:
         """The indices of those in the smallest container that has the block and one of them."""
-        depths = [_common(self._paths[number], self._paths[place.number]) for place in others]
+        depths = [_common(self._paths[number], self._paths[place.number]) for place in places]
         return [index for index, depth in enumerate(depths) if depth == max(depths)]
 
 
@@ -178,17 +177,17 @@ def _common(path: Sequence[int], other: Sequence[int]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path, other, strict=False)))
 
 
-def _without_one(steps: list[int], number: int, own: set[tuple[int, ...]]) -> list[int] | None:
-    """The steps without one place of the block, if each rank's own steps are still among them in their order; otherwise ``None``."""
+def _without_one(steps: list[int], number: int, sequences: Set[Sequence[int]]) -> list[int] | None:
+    """The steps without one place of the block, if each rank's ``sequences`` are still among them in their order; otherwise ``None``."""
     for begin in [index for index, step in enumerate(steps) if step == number]:
         end = steps.index(~number, begin)
         shorter = steps[:begin] + steps[end + 1 :]
-        if all(_contains(shorter, sequence) for sequence in own):
+        if all(_contains(shorter, sequence) for sequence in sequences):
             return shorter
     return None
 
 
 def _contains(steps: Sequence[int], sequence: Sequence[int]) -> bool:
-    """Whether the ``sequence`` is a part of ``steps``, with others between."""
-    rest = iter(steps)
-    return all(step in rest for step in sequence)
+    """Whether the ``sequence`` is a part of ``steps``, with other steps between."""
+    iterator = iter(steps)
+    return all(step in iterator for step in sequence)
