@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.config.duration import Duration
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.utils.checksums import checksum
@@ -76,11 +75,13 @@ def sum_of(facts: dict[str, Any]) -> int:
 
 def plain_text(value: Any) -> str:
     """A value as text that is the same on all ranks: objects count by their class."""
-    if isinstance(value, (*_PLAIN, Duration)):
+    if isinstance(value, _PLAIN):
         return str(value)
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {plain_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(plain_text, value))})"
+    if "__str__" in vars(type(value)):  # a duration
+        return str(value)
     name = getattr(value, "name", None)
     return f"{type(value).__name__}({name if isinstance(name, str) else ''})"
