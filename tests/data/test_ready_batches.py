@@ -483,19 +483,6 @@ def test_attributes_of_an_object_are_counted(monkeypatch: pytest.MonkeyPatch) ->
         assert trained(Squares(), parts(Own), 4) == pytest.approx([13.0, 13.0])
 
 
-@pytest.mark.parametrize("features", [2, 3])
-def test_a_batch_without_rows_is_empty_however_many_columns_it_has(features: int) -> None:
-    for batch in (torch.zeros(0, features), [torch.zeros(0, features), torch.zeros(0)], Rows(torch.zeros(0, features))):
-        assert counted(batch, 3) == (0, "")
-
-
-class Rows:
-    """A batch of a class of the user's."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
-
-
 def test_one_tensor_with_the_samples_first_is_no_guess() -> None:
     rows = [torch.ones(size, 2) for size in (4, 3, 2, 1)]
     windows = [torch.ones(size, 5, 3) for size in (4, 4, 4, 1)]
