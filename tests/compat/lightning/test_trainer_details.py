@@ -161,8 +161,11 @@ def averages(L: Any, folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     "case",
-    [default_dtypes, counts_of_streams, limits, stops_that_wait, callbacks_of_the_module, averages],
-    ids=lambda case: str(case.__name__),
+    [
+        *(default_dtypes, counts_of_streams, limits, stops_that_wait, callbacks_of_the_module),
+        pytest.param(averages, marks=pytest.mark.slow),
+    ],
+    ids=lambda case: str(getattr(case, "__name__", case)),
 )
 def test_details_are_lightnings(case: Case, tmp_path: Path) -> None:
     theirs, ours = (quietly(case, library, tmp_path / name) for name, library in (("theirs", THEIRS), ("ours", OURS)))

@@ -107,7 +107,13 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "checkpoint", "stopping"), CASES)
+QUICK = 1, 2, 4, 8, 11, 19, 24, 31
+
+
+@pytest.mark.parametrize(
+    ("options", "checkpoint", "stopping"),
+    [pytest.param(*case, marks=[] if n in QUICK else pytest.mark.slow) for n, case in enumerate(CASES)],
+)
 def test_validations_checkpoints_and_stops_are_lightnings(
     tmp_path: Path, options: dict[str, Any], checkpoint: dict[str, Any], stopping: dict[str, Any] | None
 ) -> None:
