@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.compat.refusals import translated
+from engine.compat.refusals import refuse_stand_ins, translated
 from engine.compat.table_rows import Argument
 from engine.config.typed_values import convert_arguments, hints
 
@@ -79,6 +79,7 @@ def checking_arguments(*, but: Collection[str] = ()) -> Callable[[Init], Init]:
 
         @functools.wraps(init)
         def checked_init(*args: Any, **kwargs: Any) -> None:
+            refuse_stand_ins(constructor.call, (*args, *kwargs.values()))
             bound = constructor.bound(*args, **kwargs)
             init(*bound.args, **bound.kwargs)
 
@@ -97,6 +98,7 @@ def with_arguments_of(of: type, rows: Mapping[str, Mapping[str, Argument]], **fi
 
         @functools.wraps(init)
         def of_both(self: object, *args: Any, **kwargs: Any) -> None:
+            refuse_stand_ins(constructor.call, (*args, *kwargs.values()))
             bound, call = constructor.bound(self, *args, **kwargs), constructor.call
             of.__init__(self, **translated(call, constructor.differing(bound), rows.get(call, {})), **fixed)  # type: ignore[misc]
             init(*bound.args, **bound.kwargs)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from engine.data.deal import Deal, Shards
@@ -362,6 +363,12 @@ class ListFeed(IndexedFeed):
                 yield batches[i], WHOLE_WINDOW
             return
         count = self.counter.count if owner_counts else counted
+        if not owner_counts and any(batch is None or type(batch) is Tensor for batch in batches):
+            count = self.counter.count
+            for batch in (
+                batches
+            ):  # all of them show whether the time may come first, and whether None is a batch without samples
+                count(batch)
         ranks, used, rank = deal.world_size, deal.used, deal.rank
         full = ranks * window
         certain = ("",) * full

@@ -16,14 +16,10 @@ class Moved(MetaPathFinder, Loader):
 
     packages: dict[str, str] = {}
     """Package that users import -> the package that contains its modules."""
-    absent: dict[str, str] = {}
-    """Path of a module that has no counterpart -> what to use instead."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name in self.absent:
-            raise ModuleNotFoundError(f"No module named {name!r}: {self.absent[name]}", name=name)
         package, _, last = name.rpartition(".")
         if package not in self.packages:
             return None

@@ -205,7 +205,7 @@ def check_monitors(run: Run) -> None:
         for callback in run.callbacks
         if (callback.is_early_stopping or callback.finds_best)
         and getattr(callback, "strict", True)
-        and hasattr(callback, "monitor")
+        and callback.monitored is not None
     ]
     if run.module.automatic_optimization:
         followed += [

@@ -9,7 +9,7 @@ from typing import Any
 from engine.callback import Callback
 from engine.checkpoint.writer import CheckpointWriter
 from engine.loop.logbook import Logbook
-from engine.loop.method_arguments import accepting, check_method_arguments
+from engine.loop.method_arguments import BESIDES_EVENTS, accepting, check_method_arguments
 from engine.module import TrainModule
 from engine.utils.errors import HangError
 from engine.utils.log import logger
@@ -56,10 +56,12 @@ class Hooks:
         self, callbacks: Sequence[Callback], module: TrainModule, writer: CheckpointWriter, logbook: Logbook
     ) -> None:
         self._writer, self._logbook = writer, logbook
+        self._wrappers: list[Callable[[str, Hook], Hook]] = []
         self._failed: dict[int, set[str]] = {}  # by the callback's id: the events in which it failed
         names = (*_events(), *(f"last_{event}" for event in SPLIT_EVENTS))
         self._owners: dict[str, list[str]] = {name: [] for name in names}  # by event: the names of its hooks' owners
         vars(self).update(dict.fromkeys(names, ()))
+        self._collected: set[tuple[int, str]] = set()  # the ids of owners, and the events that they override
         check_method_arguments(module, TrainModule)
         of_module = overridden_methods(module, _events(), TrainModule)
         named = [(f"[Callback]{c.state_key}", c) for c in callbacks]
@@ -83,6 +85,53 @@ class Hooks:
                 pairs += closing
             if pairs:
                 self._set(event, pairs)
+        self._note_collected(callbacks, module)
+
+    def _note_collected(self, callbacks: Sequence[Callback], module: TrainModule) -> set[tuple[int, str]]:
+        """Note which owner overrides which events, and return what is new since the last call."""
+        overridden = {
+            (id(owner), event)
+            for owner, base in ((module, TrainModule), *((callback, Callback) for callback in callbacks))
+            for event in overridden_methods(owner, _events(), base)
+        }
+        new, self._collected = overridden - self._collected, self._collected | overridden
+        return new
+
+    def take_late(self, callbacks: Sequence[Callback], module: TrainModule) -> None:
+        """Add the hooks that were set on ``module`` or ``callbacks``, those of the run, since they were collected, each in its owner's place."""
+        new = self._note_collected(callbacks, module)
+        if not new:
+            return
+        first = [callback for callback in callbacks if not callback.runs_last]
+        order = [*first, module, *(callback for callback in callbacks if callback.runs_last)]
+        names = [
+            f"[TrainModule]{type(module).__name__}" if owner is module else f"[Callback]{owner.state_key}"  # type: ignore[union-attr]
+            for owner in order
+        ]
+        for (owner, name), event in ((pair, event) for pair in zip(order, names, strict=True) for event in _events()):
+            if (id(owner), event) not in new:
+                continue
+            hook = self._of_callback(owner, event) if isinstance(owner, Callback) else _of_module(owner, event)
+            if hook is None:
+                continue
+            for wrapper in self._wrappers:
+                hook = wrapper(f"{name}.{event}", hook)
+            is_last = isinstance(owner, Callback) and (owner.runs_last or owner.is_early_stopping)
+            group = f"last_{event}" if is_last and event in SPLIT_EVENTS else event
+            pairs = list(zip(self._owners[group], getattr(self, group), strict=True))
+            if not pairs:
+                self._set(group, [(name, hook)])
+                continue
+            later = {known for known in names[names.index(name) + 1 :] if known != name}
+            place = next((index for index, (known, _) in enumerate(pairs) if known in later), len(pairs))
+            pairs.insert(place, (name, hook))
+            self._owners[group] = [known for known, _ in pairs]
+            setattr(self, group, tuple([method for _, method in pairs]))
+
+    @staticmethod
+    def methods_of_steps(module: TrainModule) -> dict[str, Any]:
+        """The methods of ``module`` that a training's set-up hands to the steps."""
+        return {name: getattr(module, name) for name in ("training_step", *BESIDES_EVENTS)}
 
     def _set(self, name: str, pairs: list[tuple[str, Hook]]) -> None:
         if pairs and name in WEIGHT_CHANGING_EVENTS:
@@ -112,6 +161,7 @@ class Hooks:
             wrapper: a function that gets the name of a hook, ``"[Callback]EarlyStopping.on_validation_end"`` or
                 ``"[TrainModule]Net.on_fit_start"``, and the hook, and returns the function to call instead.
         """
+        self._wrappers.append(wrapper)
         for name, owners in self._owners.items():
             event = name.removeprefix("last_")
             hooks: tuple[Hook, ...] = getattr(self, name)

@@ -19,6 +19,8 @@ from engine.engine import Engine
 from engine.loop.callback_states import check_keys
 from engine.loop.closure_step import STEP_METHODS, ClosureOptimization, check_closures
 from engine.loop.first_checks import check_parameters, report_misspelled
+from engine.loop.hook_random import share_random_numbers
+from engine.loop.late_methods import take_late_methods
 from engine.loop.loaders import RunData
 from engine.loop.method_arguments import accepting
 from engine.loop.model_building import build_model
@@ -27,7 +29,7 @@ from engine.loop.run import PendingSetUp, Run
 from engine.loop.steps import AutomaticOptimization, ManualOptimization, PipelinedOptimization
 from engine.metrics.torchmetrics_values import connect_metrics
 from engine.module import TrainModule, overrides
-from engine.step.optimizers import configured, needs_closure
+from engine.step.optimizers import UnknownKeys, configured, needs_closure
 from engine.utils.extensions import refuse_uncalled
 from engine.utils.log import StartLog, warn_once
 from engine.utils.overrides import overridden_methods
@@ -67,7 +69,7 @@ def new_run(
         sync_batchnorm=settings.sync_batchnorm,
     )
     settings, origins = combinations.configured_by_strategy(settings, resolved.origins, engine.strategy)
-    refuse_uncalled(module, *settings.callbacks)
+    refuse_uncalled(stage, module, *settings.callbacks)
     callbacks = tuple(
         c
         for c in (with_callbacks_of_module(module, settings.callbacks) if callbacks is None else callbacks)
@@ -102,6 +104,7 @@ def call_setup_hooks(run: Run, building: AbstractContextManager[Any] | None = No
     if not module.built:
         with nullcontext() if building is None else building, run.engine.strategy.building():
             build_model(module)
+    take_late_methods(run)
     if stage == "fit":
         _separate_random_numbers(run)
 
@@ -160,6 +163,7 @@ def set_up_training(run: Run) -> None:
         prepare_loaders(run)
     run.placed.for_training()
     set_up_optimizers(run)
+    share_random_numbers(run)
     if loaders_come_last:
         module.on_fit_start()
         run.hooks.leave_out("on_fit_start")
@@ -230,7 +234,11 @@ def set_up_optimizers(run: Run) -> None:
         if not module.may_train_nothing:
             raise TypeError(message)
         _warn(run, message)
-    raw_optimizers, schedules = configured(configuration)
+    if module.leaves_out_unknown_keys:
+        for message in (unknown := UnknownKeys(configuration)).messages:
+            _warn(run, message)
+        configuration = unknown.others
+    raw_optimizers, schedules = configured(configuration, module.automatic_optimization)
     if overridden:
         check_parameters(module, raw_optimizers)
     engine.prepared.saves = any(callback.is_checkpoint for callback in run.callbacks)
@@ -245,6 +253,7 @@ def set_up_optimizers(run: Run) -> None:
             schedule.check()
     run.optimization = choose_optimization(run, raw_optimizers)
     run.optimizer_set.fill(run.optimization.optimizers, schedules, module.automatic_optimization)
+    run.methods_of_steps = run.hooks.methods_of_steps(module)
 
 
 def choose_optimization(run: Run, optimizers: list[Optimizer]) -> Optimization:

@@ -91,8 +91,10 @@ def counters(optimizer: Any) -> set[str]:
     return set(optimizer.defaults) - set(inspect.signature(type(optimizer)).parameters)
 
 
-def configured(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
+def configured(result: Any, automatic: bool = True) -> tuple[list[Optimizer], list[Schedule]]:
     """The optimizers and schedules in a result of ``configure_optimizers``, which may have any of Lightning's forms.
+
+    ``automatic``: whether the run steps the schedulers, and not the module.
 
     Raises:
         TypeError, ValueError: the result has another form, an optimizer has no parameters to train, or a scheduler belongs to an optimizer that is
@@ -108,6 +110,8 @@ def configured(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
             )
     for schedule in schedules:
         _check_owner(schedule.scheduler, optimizers)
+        if automatic:
+            schedule.check_monitor()
     return optimizers, schedules
 
 
@@ -123,6 +127,40 @@ def _check_owner(scheduler: Any, optimizers: list[Optimizer]) -> None:
                 f"configure_optimizers: {type(part).__name__} was made for a {type(owner).__name__} that is not returned, so it would change no "
                 "learning rate of the training: make it for an optimizer that is returned, or return that optimizer too"
             )
+
+
+_KEYS = ("optimizer", "lr_scheduler", "monitor")
+_SCHEDULE_KEYS = tuple(field.name for field in fields(Schedule) if field.init)
+
+
+def _unknown(entry: Mapping[str, Any], possible: Sequence[str], where: str) -> list[str]:
+    """What an error, or a warning, says about each key of a dict that no key of these is."""
+    return [
+        f"configure_optimizers: unknown key {key!r}{where}{nearest(key, possible)}; possible: {', '.join(possible)}"
+        for key in entry
+        if key not in possible
+    ]
+
+
+class UnknownKeys:
+    """The unknown keys in the dicts of a result of ``configure_optimizers``: ``messages`` about them, and ``others``, the result without them."""
+
+    def __init__(self, result: Any) -> None:
+        self.messages: list[str] = []
+        self.others = self._without(result, _KEYS, "")
+
+    def _without(self, value: Any, possible: Sequence[str], where: str) -> Any:
+        if isinstance(value, (list, tuple)):
+            first, rest = (possible, where), (_SCHEDULE_KEYS, " in lr_scheduler")
+            in_two = len(value) == 2 and isinstance(value[0], (list, tuple))
+            return [self._without(part, *(rest if in_two and index else first)) for index, part in enumerate(value)]
+        if not isinstance(value, Mapping):
+            return value
+        self.messages += [f"{message}; it is left out" for message in _unknown(value, possible, where)]
+        entry = {key: value[key] for key in value if key in possible}
+        if isinstance(entry.get("lr_scheduler"), Mapping):
+            entry["lr_scheduler"] = self._without(entry["lr_scheduler"], _SCHEDULE_KEYS, " in lr_scheduler")
+        return entry
 
 
 def _parse(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
@@ -142,12 +180,8 @@ def _parse(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
 
 
 def _entry(entry: Mapping[str, Any]) -> tuple[list[Optimizer], list[Schedule]]:
-    possible = ("optimizer", "lr_scheduler", "monitor")
-    for key in entry:
-        if key not in possible:
-            raise ValueError(
-                f"configure_optimizers: unknown key {key!r}{nearest(key, possible)}; possible: {', '.join(possible)}"
-            )
+    for message in _unknown(entry, _KEYS, ""):
+        raise ValueError(message)
     if "optimizer" not in entry:
         raise ValueError('configure_optimizers: a dict needs the key "optimizer"')
     schedules = []
@@ -170,12 +204,8 @@ def _optimizer(optimizer: Any) -> Optimizer:
 
 def _schedule(entry: Any) -> Schedule:
     if isinstance(entry, Mapping):
-        possible = [f.name for f in fields(Schedule) if f.init]
-        for key in entry:
-            if key not in possible:
-                raise ValueError(
-                    f"configure_optimizers: unknown key {key!r} in lr_scheduler{nearest(key, possible)}; possible: {', '.join(possible)}"
-                )
+        for message in _unknown(entry, _SCHEDULE_KEYS, " in lr_scheduler"):
+            raise ValueError(message)
         if "scheduler" not in entry:
             raise ValueError('configure_optimizers: an lr_scheduler dict needs the key "scheduler"')
         return Schedule(**entry)

@@ -39,7 +39,7 @@ class Answers:
     explain_call: str = ""
     """Function that adds advice to an error about an argument: :func:`explain_call`."""
     refuse_uncalled: str = ""
-    """Function that checks a module and callbacks: :func:`refuse_uncalled`."""
+    """Function that checks a run's module and callbacks: :func:`refuse_uncalled`."""
     guards: Mapping[str, str] = field(default_factory=dict)
     """Module of another library -> function that lets models of it refuse wrong calls: :func:`guard_model`."""
 
@@ -132,14 +132,14 @@ def call_error(method: Callable[..., object], unknown: Iterable[str]) -> TypeErr
     return TypeError(f"{method.__qualname__}() missing 1 required positional argument: {parameters[0]!r}")
 
 
-def refuse_uncalled(*owners: object) -> None:
-    """Let an annex check a module and callbacks before a run.
+def refuse_uncalled(stage: str, *owners: object) -> None:
+    """Let an annex check a module and callbacks before a run of this :attr:`engine.Run.stage`.
 
     Raises:
         TypeError: an owner defines a method that is never called; the message says what to define instead.
     """
     if path := _answers().refuse_uncalled:
-        resolve_name(path)(*owners)
+        resolve_name(path)(stage, *owners)
 
 
 @cache

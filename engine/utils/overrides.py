@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import FunctionType, MethodType
 from typing import Any
 
 
@@ -17,3 +18,25 @@ def overridden_methods(owner: Any, names: Iterable[str], base: type) -> frozense
     return frozenset(
         [name for name, m in methods if callable(m) and getattr(m, "__func__", m) is not getattr(base, name, None)]
     )
+
+
+def use_base_methods(owner: Any, base: type) -> dict[str, bool]:
+    """Give ``owner`` the methods of ``base`` that it or its class sets to ``None``, which says that they are not overridden.
+
+    Returns:
+        The names, and whether the object itself had ``None`` there; for :func:`set_to_none`.
+    """
+    names = {}
+    for name, method in vars(base).items():
+        if isinstance(method, FunctionType) and getattr(owner, name, method) is None:
+            names[name] = name in vars(owner)
+            vars(owner)[name] = MethodType(method, owner)
+    return names
+
+
+def set_to_none(owner: Any, names: dict[str, bool]) -> None:
+    """Undo :func:`use_base_methods`, which has returned ``names``."""
+    for name, on_object in names.items():
+        vars(owner).pop(name, None)
+        if on_object:
+            vars(owner)[name] = None

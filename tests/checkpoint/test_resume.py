@@ -18,8 +18,9 @@ from support.toys import LINEAR_BATCHES, Linear, linear_fit
 
 from callbacks import ModelCheckpoint
 from engine import Callback, Resume
-from engine.checkpoint.catalog import problems
+from engine.checkpoint.catalog import find, problems
 from engine.checkpoint.files import DamagedCheckpoint
+from engine.checkpoint.local_storage import read_manifest
 from engine.checkpoint.manifest import FORMAT
 from engine.checkpoint.storage_paths import storage_of
 from engine.cli.main import main
@@ -453,3 +454,66 @@ def test_no_escape_sequence_reaches_the_terminal(tmp_path: Path, capsys: pytest.
     printed = capsys.readouterr()
     assert "\\x1b[2J" in printed.out
     assert all(each.isprintable() or each == "\n" for each in printed.out + printed.err)
+
+
+def empty(path: Path) -> None:
+    path.mkdir()
+
+
+def of_accelerate(path: Path) -> None:
+    path.mkdir()
+    (path / "random_states_0.pkl").touch()
+    (path / "model.safetensors").touch()
+
+
+def of_deepspeed(path: Path) -> None:
+    (path / "global_step1").mkdir(parents=True)
+    (path / "latest").write_text("global_step1")
+
+
+def half_copied(path: Path) -> None:
+    (path / "model").mkdir(parents=True)
+    (path / "model" / "rank=00000.safetensors").touch()
+
+
+def linked(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def others(path: Path) -> None:
+    path.mkdir()
+    for name in "abcdefg":
+        (path / name).touch()
+
+
+REASONS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "nothing": (lambda path: None, "{} does not exist; if it was moved or renamed, give its new path"),
+    "an empty folder": (empty, "it is an empty folder"),
+    "half a copy": (half_copied, "its other files are there, so a copy or a save"),
+    "Accelerate's": (
+        of_accelerate,
+        "it looks like a checkpoint of Accelerate; fit checkpoint convert {} OUT makes a checkpoint",
+    ),
+    "DeepSpeed's": (of_deepspeed, "it looks like a checkpoint of DeepSpeed; zero_to_fp32.py"),
+    "a link": (linked, "it is a link to nowhere, which does not exist"),
+    "other files": (others, "it has a, b, c, d, e and 2 more"),
+}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_what_stands_in_the_place_of_a_checkpoint_is_told(kind: str, tmp_path: Path) -> None:
+    make, text = REASONS[kind]
+    path = tmp_path / "given"
+    make(path)
+    for look in (read_manifest, find):
+        with pytest.raises((FileNotFoundError, DamagedCheckpoint)) as raised:
+            look(path)
+        assert text.format(path) in str(raised.value) or (kind == "half a copy" and look is find)
+
+
+def test_the_first_folder_of_a_path_that_is_gone_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path}/run does not exist"):
+        read_manifest(tmp_path / "run" / "checkpoints" / name(4))
+    (tmp_path / "file").touch()
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path}/file is a file"):
+        read_manifest(tmp_path / "file" / name(4))

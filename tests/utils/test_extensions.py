@@ -52,7 +52,7 @@ def test_without_the_annex_every_question_has_an_answer(answer_with: Callable[[s
     assert extensions.hint("setting", "gpus", ["max_epochs"]) == ""
     assert str(extensions.missing(Weight(), "TrainModule", "fabric")) == "'Weight' object has no attribute 'fabric'"
     assert extensions.with_advice(Weight) is Weight
-    extensions.refuse_uncalled(Weight(), Callback())
+    extensions.refuse_uncalled("fit", Weight(), Callback())
     error = TypeError("TrainModule.log() got an unexpected keyword argument 'on_stp'")
     extensions.explain_call(error)
     assert str(error) == "TrainModule.log() got an unexpected keyword argument 'on_stp'"
@@ -69,7 +69,7 @@ def test_the_table_answers_every_question(answer_with: Callable[[str], None]) ->
         "advice = lambda place, name: f'{place} {name}'\n"
         "def add_advice(cls): cls.advised = True\n"
         "def explain_call(error): error.args = ('explained',)\n"
-        "def refuse_uncalled(*owners): raise TypeError(len(owners))\n"
+        "def refuse_uncalled(stage, *owners): raise TypeError(len(owners))\n"
         "view = lambda owner: ('view of', owner)\n"
         f"ANSWERS = Answers({{'third_library': 'annex_of_this_test.answers:view'}}, {{'trainer': 'annex_of_this_test.answers:view'}}, **{paths})\n"
     )
@@ -79,7 +79,7 @@ def test_the_table_answers_every_question(answer_with: Callable[[str], None]) ->
     extensions.explain_call(error)
     assert str(error) == "explained"
     with pytest.raises(TypeError, match=r"^2$"):
-        extensions.refuse_uncalled(Weight(), Callback())
+        extensions.refuse_uncalled("fit", Weight(), Callback())
     assert extensions.run_attribute("run", "trainer") == ("view of", "run")
     foreign = type("Foreign", (), {"__module__": "third_library.models"})()
     assert extensions.adapt(foreign) == ("view of", foreign)

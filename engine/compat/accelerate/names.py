@@ -159,3 +159,23 @@ FUNCTIONS = {
     "prepare_pippy": "Engine(strategy={'name': 'mesh', 'pp': 2})",
 }
 """Accelerate's functions and classes without one of this name here -> what to use instead."""
+_HELPER = "Accelerate uses it inside its own Accelerator: copy it into your project, or import it from the installed Accelerate"
+_OFFLOAD = FUNCTIONS["dispatch_model"]
+PLACES = {
+    "": _HELPER,
+    "big_modeling.": _OFFLOAD,
+    "commands.": "the command here is fit: fit launch starts processes, fit env shows settings, fit launch --config_file reads accelerate's file",
+    "hooks.": _OFFLOAD,
+    "inference.": FUNCTIONS["prepare_pippy"],
+    "parallelism_config.": _MESH,
+    "test_utils.": "it is for Accelerate's own tests: import it from the installed Accelerate",
+    "tracking.": "give log_with the tracker's name, or an object of a subclass of GeneralTracker",
+    "utils.bnb.": "load a quantized model with transformers, and prepare it as any other",
+    "utils.deepspeed.": "give Accelerator(deepspeed_plugin=DeepSpeedPlugin(...)), which prepares the objects that you give to prepare",
+    "utils.fsdp_utils.": "give Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(...)); save_state and load_state write and read the shards",
+    "utils.launch.": "the launcher here is fit launch",
+    "utils.megatron_lm.": _MESH,
+    "utils.modeling.": _OFFLOAD,
+    "utils.offload.": _OFFLOAD,
+}
+"""Beginning of a module's path in the package ``accelerate`` -> what to use instead of its names that have no counterpart."""

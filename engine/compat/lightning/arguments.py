@@ -80,7 +80,6 @@ TRAINER = {
     "sync_batchnorm": Argument(False, setting="sync_batchnorm"),
     "reload_dataloaders_every_n_epochs": Argument(
         0,
-        neutral=(0,),
         instead="a dataset may read other files from set_epoch or in each pass; a loader is created once per run",
     ),
     "default_root_dir": Argument(),

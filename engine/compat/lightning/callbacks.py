@@ -17,13 +17,22 @@ import torch
 import engine.callbacks as own
 from engine.compat.checked_arguments import as_device, checking_arguments, with_arguments_of
 from engine.compat.lightning.arguments import CALLBACKS
+from engine.compat.lightning.bar_attributes import BarAttributes
 from engine.compat.lightning.callback import Callback
+from engine.compat.lightning.checkpoint_attributes import CheckpointAttributes
 from engine.compat.lightning.checkpoint_notices import notify
 from engine.compat.lightning.epoch_ends import acts_at_epoch_ends, has_validation
 from engine.compat.lightning.events import EVENTS
-from engine.compat.lightning.names import CLASSES, OF_CHECKPOINTS
+from engine.compat.lightning.exception_checkpoint import SavesOnException
+from engine.compat.lightning.finetuning_functions import FinetuningFunctions
+from engine.compat.lightning.names import OF_CHECKPOINTS
 from engine.compat.lightning.pickled_checkpoint import FILE, write_checkpoint
-from engine.compat.refusals import refusing
+from engine.compat.lightning.searches import BatchSizeFinder as BatchSizeFinder
+from engine.compat.lightning.searches import LearningRateFinder as LearningRateFinder
+from engine.compat.lightning.stopping_reason import EarlyStoppingReason as EarlyStoppingReason
+from engine.compat.lightning.stopping_reason import NamesReason
+from engine.compat.lightning.timer import Interval as Interval
+from engine.compat.lightning.timer import Timer as Timer
 from engine.config.duration import NEVER
 from engine.config.kinds import WholeNumber
 from engine.config.settings import checked_setting
@@ -46,8 +55,14 @@ class Checkpoint(Callback):
     """The base of callbacks that save checkpoints."""
 
 
-class ProgressBar(Callback):
+class OnExceptionCheckpoint(SavesOnException, Checkpoint):
+    """Saves the last complete step when an exception ends a training."""
+
+
+class ProgressBar(BarAttributes, Callback):
     """The base of progress bars. A bar is redrawn at fixed times, whatever ``refresh_rate`` is; 0 switches it off."""
+
+    shows_progress = True
 
 
 class LearningRateMonitor(Callback, own.LearningRateMonitor):
@@ -59,7 +74,28 @@ class LearningRateMonitor(Callback, own.LearningRateMonitor):
         logging_interval: Literal["step", "epoch"] | None = None,
         log_momentum: bool = False,
         log_weight_decay: bool = False,
-    ) -> None: ...
+    ) -> None:
+        self.lrs: dict[str, list[float]] = {}
+        self.last_momentum_values: dict[str, float | None] = {}
+        self.last_weight_decay_values: dict[str, float | None] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        own.LearningRateMonitor.on_train_start(self, trainer.run, pl_module)
+        self.lrs = {}
+        for interval in ("step", "epoch"):
+            self._values(interval)  # notes the names
+        self.lrs = {name: [] for name in self.lrs}
+        self.last_momentum_values = {f"{name}-momentum": None for name in self.lrs}
+        self.last_weight_decay_values = {f"{name}-weight_decay": None for name in self.lrs}
+
+    def _values_of_group(self, name: str, group: dict[str, Any]) -> dict[str, float]:
+        values = super()._values_of_group(name, group)
+        self.lrs.setdefault(name, []).append(values[name])
+        if self.log_momentum:
+            self.last_momentum_values[f"{name}-momentum"] = values[f"{name}-momentum"]
+        if self.log_weight_decay:
+            self.last_weight_decay_values[f"{name}-weight_decay"] = values[f"{name}-weight_decay"]
+        return values
 
 
 class DeviceStatsMonitor(Callback, own.DeviceStatsMonitor):
@@ -113,11 +149,11 @@ class BasePredictionWriter(Callback, own.BasePredictionWriter):
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None: ...
 
 
-class BaseFinetuning(Callback, own.BaseFinetuning):
+class BaseFinetuning(FinetuningFunctions, Callback, own.BaseFinetuning):
     """:class:`callbacks.BaseFinetuning`."""
 
 
-class BackboneFinetuning(Callback, own.BackboneFinetuning):
+class BackboneFinetuning(FinetuningFunctions, Callback, own.BackboneFinetuning):
     """:class:`callbacks.BackboneFinetuning` with Lightning\'s arguments."""
 
     @with_arguments_of(own.BackboneFinetuning, CALLBACKS)
@@ -186,11 +222,13 @@ class PyTorchProfiler(Callback, own.Profiler):
 RichModelSummary = ModelSummary
 ServableModule = own.ServableModule
 Profiler = Callback
-__getattr__ = refusing("engine.compat.lightning.callbacks", CLASSES)
 
 
-class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
-    """:class:`callbacks.ModelCheckpoint` with Lightning\'s arguments. A checkpoint is complete, in a folder named as Lightning names its file."""
+class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
+    """:class:`callbacks.ModelCheckpoint` with Lightning\'s arguments. A checkpoint is complete, in a folder named as Lightning names its file.
+
+    ``torch.load`` does not open that folder, which ``best_model_path`` names: ``load_from_checkpoint`` and ``ckpt_path`` do; see :attr:`pickles`.
+    """
 
     FILE_EXTENSION = ".ckpt"
     pickles = False
@@ -210,6 +248,7 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         for name in OF_CHECKPOINTS:
             if hasattr(type(self), name):
                 raise TypeError(f"{type(self).__name__} defines {name}, which is not called: {OF_CHECKPOINTS[name]}")
+        self.keep_arguments(locals())
         if save_weights_only:
             message = "ModelCheckpoint(save_weights_only=True): checkpoints are complete; 'fit checkpoint export' writes weights only"
             logger.warning(message)
@@ -334,7 +373,7 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         return str(self._files.get(step) or super()._path(step))
 
 
-class EarlyStopping(Callback, own.EarlyStopping):
+class EarlyStopping(NamesReason, Callback, own.EarlyStopping):
     """:class:`callbacks.EarlyStopping` with Lightning\'s arguments."""
 
     _stopped_epoch: int | None = None

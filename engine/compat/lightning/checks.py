@@ -1,4 +1,4 @@
-"""Refuses classes that define hooks of Lightning 1.x, which nothing calls, before a run starts."""
+"""Refuses classes that define hooks of Lightning 1.x, which nothing calls, before a run that would need them starts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,21 @@ def refused_hook(name: str, function: Any) -> str:
     return REPLACED.get(name, "")
 
 
-def refuse_replaced(*owners: Any) -> None:
-    """Check a module and callbacks for hooks that are never called.
+_STAGES = {
+    "training": ("fit",),
+    "train": ("fit",),
+    "pretrain": ("fit",),
+    "tbptt": ("fit",),
+    "validation": ("fit", "validate"),
+    "val": ("fit", "validate"),
+    "test": ("test",),
+    "predict": ("predict",),
+}
+"""First word of a hook's name after ``on`` -> the runs in which it would be called; other hooks would be in any."""
+
+
+def refuse_replaced(stage: str, *owners: Any) -> None:
+    """Check a module and callbacks for hooks that are never called, though a run of this ``stage`` would need them.
 
     Raises:
         TypeError: an owner defines one; the message says what to define instead.
@@ -33,6 +46,11 @@ def refuse_replaced(*owners: Any) -> None:
     for owner in owners:
         classes = getattr(type(owner), "user_classes", type(owner).__mro__)
         methods = {name: method for base in reversed(classes) for name, method in vars(base).items()}
-        for name in [name for name in REPLACED if callable(methods.get(name))]:
+        for name in [name for name in REPLACED if callable(methods.get(name)) and _belongs_to(stage, name)]:
             if instead := refused_hook(name, methods[name]):
                 raise TypeError(f"{type(owner).__name__} defines {name}, which is not called: define {instead}")
+
+
+def _belongs_to(stage: str, name: str) -> bool:
+    word = name.removeprefix("on_").partition("_")[0]
+    return stage in _STAGES.get(word, (stage,))

@@ -14,11 +14,9 @@ from callbacks.loggers.base import NOTHING
 from engine.compat.checked_arguments import with_arguments_of
 from engine.compat.lightning.arguments import LOGGERS
 from engine.compat.lightning.file_loggers import EventLogger, FileLogger, RowLogger
-from engine.compat.lightning.names import CLASSES
-from engine.compat.refusals import refusing
 from engine.distributed.rank_work import rank_zero_experiment as rank_zero_experiment
 from engine.loop.run import Run
-from engine.utils.log import logger
+from engine.utils.log import logger as log
 from engine.utils.paths import expanded
 
 Folder = str | PathLike[str] | None
@@ -44,6 +42,10 @@ class WrappedLogger(Logger):
         self.ours = self.of(**arguments)
         self.ours.stands_for = self
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A run and a tracker belong to this process.
+        return {**vars(self), "_run": None, "_experiment": None}
+
     def translate_arguments(self, arguments: dict[str, Any]) -> Any:
         """Change ``arguments`` in place to those of the wrapped logger, and return the experiment's name."""
         return arguments.pop("name", "lightning_logs")
@@ -61,7 +63,7 @@ class WrappedLogger(Logger):
         try:
             self._experiment = self.ours.experiment
         except Exception:
-            logger.exception("%s.experiment is not there after the run", type(self).__name__)
+            log.exception("%s.experiment is not there after the run", type(self).__name__)
 
     @property
     def experiment(self) -> Any:
@@ -148,4 +150,3 @@ class MLFlowLogger(WrappedLogger):
         return arguments.setdefault("experiment_name", "lightning_logs")
 
 
-__getattr__ = refusing("engine.compat.lightning.loggers", CLASSES)

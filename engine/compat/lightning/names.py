@@ -119,7 +119,6 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     },
 }
 """Our class -> attributes of ``Trainer`` (``"Fit"``, ``"Run"``, ``"Result"``) or Fabric (``"Engine"``) that it lacks -> what to use instead."""
-_LOOPS = "the loops are functions without a state of their own: counters are in self.run.state"
 VIEW = {
     **dict.fromkeys(
         ("fit", "validate", "test", "predict"), "a run trains and evaluates through the Fit that started it"
@@ -128,11 +127,9 @@ VIEW = {
     "barebones": "there is nothing to switch off",
     "distributed_sampler_kwargs": "use trainer.world_size and trainer.global_rank",
     "enable_validation": "use trainer.val_dataloaders",
-    **dict.fromkeys(("validate_loop", "test_loop", "predict_loop"), _LOOPS),
     "init_module": "build parts of the model in configure_model",
     "max_time": "use self.run.settings.max_time",
     **dict.fromkeys(("precision_plugin", "scaler"), "use trainer.precision, and self.run.engine"),
-    "profiler": "use torch.profiler.record_function(name): callbacks=[Profiler()] shows it",
     "reload_dataloaders_every_n_epochs": "a dataset may read other files from set_epoch or in each pass",
 }
 """Attributes of Lightning's ``Trainer`` that a :class:`TrainerView` lacks -> what to use instead."""
@@ -232,32 +229,22 @@ CLASSES = {
     "Accelerator": "give Trainer(accelerator='cpu' or 'gpu')",
     "CPUAccelerator": "give Trainer(accelerator='cpu')",
     "AdvancedProfiler": "use SimpleProfiler, PyTorchProfiler, or python -m cProfile",
-    "BatchSizeFinder": "call callbacks.find_batch_size(module, loader), and set what it finds",
-    "LearningRateFinder": "call callbacks.find_lr(module, loader), and set what it finds",
-    "Tuner": "call callbacks.find_lr(module, loader) or find_batch_size, and set what it finds",
     "ModelPruning": "use callbacks.Pruning(...)",
-    "OnExceptionCheckpoint": "ModelCheckpoint saves the last complete step after an error",
     "SpikeDetection": "use callbacks.SpikeGuard()",
     "ThroughputMonitor": "use callbacks.ThroughputMonitor()",
-    "Timer": "give Trainer(max_time=...)",
     **dict.fromkeys(("CometLogger", "NeptuneLogger"), _LOGGERS),
     "DeepSpeedStrategy": "give engine.DeepSpeed(stage=2, ...), or its name, 'deepspeed_stage_2'",
     "ModelParallelStrategy": "give engine.MeshParallel(tp=..., dp_shard=...)",
     **dict.fromkeys(("XLAStrategy", "SingleDeviceXLAStrategy"), "XLA devices are not supported"),
     **dict.fromkeys(("_EvaluationLoop", "_FitLoop", "_PredictionLoop"), _LOOP_CLASSES),
+    "Fabric": "use engine.Engine",
 }
 """Lightning's classes without a class of this name here -> what to use instead."""
 BOUND = {
-    **{
-        name: CLASSES[name]
-        for name in (
-            "BatchSizeFinder",
-            "LearningRateFinder",
-            "ModelPruning",
-            "OnExceptionCheckpoint",
-            "ThroughputMonitor",
-        )
-    },
+    **{name: CLASSES[name] for name in ("ModelPruning", "ThroughputMonitor")},
+    "BatchSizeFinder": "call callbacks.find_batch_size(module, loader), and set what it finds",
+    "LearningRateFinder": "call callbacks.find_lr(module, loader), and set what it finds",
+    "OnExceptionCheckpoint": "ModelCheckpoint saves the last complete step after an error",
     "BasePredictionWriter": "subclass callbacks.BasePredictionWriter",
     "DeviceStatsMonitor": "use callbacks.DeviceStatsMonitor()",
     "EMAWeightAveraging": "use callbacks.EMA(decay=...)",
@@ -292,12 +279,23 @@ PARTS = {
 }
 """Part of Lightning -> what to do about names in it that have no counterpart."""
 
-TOP = {"Fabric": "use engine.Engine"}
-"""Names of the top-level package ``lightning`` that ours lacks -> what to use instead."""
-ABSENT = {
-    "demos": "lightning.pytorch.demos of the installed Lightning has its toys, which Fit and this Trainer take as they are"
+_HELPER = "Lightning uses it inside its own Trainer: copy it into your project, or import it from the installed Lightning"
+PLACES = {
+    "": _HELPER,
+    "fabric.": "Fabric's parts have no counterpart: a loop of your own uses engine.Engine",
+    "pytorch.accelerators.": CLASSES["Accelerator"],
+    "pytorch.callbacks.": "use a callback of engine.interop.lightning.callbacks, or write one of your own",
+    "pytorch.cli.": PARTS["cli"],
+    "pytorch.demos.": "lightning.pytorch.demos of the installed Lightning has its toys, which Fit and this Trainer take as they are",
+    "pytorch.loggers.": _LOGGERS,
+    "pytorch.loops.": _LOOP_CLASSES,
+    "pytorch.plugins.": PARTS["plugins"],
+    "pytorch.profilers.": CLASSES["AdvancedProfiler"],
+    "pytorch.strategies.": "give Trainer(strategy=...) a name, or an object such as DDP, FSDP, DeepSpeed or MeshParallel of engine",
+    "pytorch.trainer.": "it is inside Lightning's Trainer; self.trainer.run has what a run is made of",
+    "pytorch.tuner.": "Tuner(trainer).lr_find and scale_batch_size search before a training",
 }
-"""Lightning's modules that have no counterpart -> what to import instead."""
+"""Beginning of a module's path in the package ``lightning`` -> what to use instead of its names that have no counterpart."""
 MODULES = {
     "callbacks": """callbacks profilers serve serve.servable_module serve.servable_module_validator callbacks.callback callbacks.checkpoint
         callbacks.device_stats_monitor callbacks.early_stopping callbacks.finetuning callbacks.gradient_accumulation_scheduler
@@ -310,10 +308,9 @@ MODULES = {
     "strategies": "strategies strategies.ddp strategies.fsdp strategies.deepspeed strategies.strategy strategies.model_parallel",
     "trainer": "trainer trainer.trainer trainer.connectors trainer.connectors.accelerator_connector",
     "utilities": """utilities utilities.types utilities.rank_zero utilities.exceptions utilities.combined_loader utilities.seed utilities.enums
-        utilities.model_helpers utilities.parsing utilities.grads utilities.distributed utilities.model_summary utilities.apply_func
+        utilities.model_helpers utilities.parsing utilities.grads utilities.distributed utilities.apply_func
         utilities.memory trainer.states trainer.connectors.logger_connector.result tuner tuner.tuning accelerators accelerators.accelerator
-        loops loops.evaluation_loop loops.fit_loop loops.prediction_loop plugins plugins.io plugins.io.torch_io fabric fabric.utilities
-        fabric.utilities.cloud_io fabric.utilities.types fabric.utilities.seed fabric.utilities.rank_zero""",
+        loops loops.evaluation_loop loops.fit_loop loops.prediction_loop plugins plugins.io plugins.io.torch_io""",
     "cli": "cli",
 }
 """Module of ``engine.interop.lightning`` -> the paths of Lightning's modules whose content it has."""

@@ -9,8 +9,6 @@ import torch
 
 from engine.compat.checked_arguments import as_device, checking_arguments
 from engine.compat.lightning import strategy_arguments as strategies
-from engine.compat.lightning.names import CLASSES
-from engine.compat.refusals import refusing
 from engine.config.typed_values import convert_arguments, hints
 from engine.distributed.group import Group
 from engine.strategies.base import Single, Strategy
@@ -23,15 +21,13 @@ class AsBase(type):
 
     translate: Callable[[Any], dict[str, Any]]
 
-    def __init__(cls, name: str, bases: tuple[type, ...], content: dict[str, Any]) -> None:
-        super().__init__(name, bases, content)
-        if isinstance(bases[0], AsBase):
-            raise TypeError(
-                f"class {name}({bases[0].__name__}): subclass engine.{bases[0].__bases__[0].__name__}, whose methods differ"
-            )
-
-    def __call__(cls, **options: Any) -> Any:
+    def __call__(cls, *args: Any, **options: Any) -> Any:
         base = cls.__bases__[0]
+        if isinstance(base, AsBase):  # not when the class is defined: packages that define it are also imported for other purposes
+            named = next(kind for kind in cls.__mro__ if not isinstance(kind, AsBase))
+            raise TypeError(f"{cls.__name__}({base.__name__}): subclass engine.{named.__name__}, whose methods differ")
+        if args:
+            raise TypeError(f"{cls.__name__} takes its arguments by name")
         return base(**convert_arguments(cls.__name__, hints(base), cls.translate(options)))
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -87,4 +83,3 @@ class SingleDeviceStrategy(Single):
 
 
 ParallelStrategy = Strategy
-__getattr__ = refusing("engine.compat.lightning.strategies", CLASSES)

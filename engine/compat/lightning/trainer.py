@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from engine.callback import Callback
 from engine.compat.checked_arguments import checking_arguments
@@ -15,16 +18,20 @@ from engine.compat.lightning import pickled_checkpoint
 from engine.compat.lightning.adapters import adapt
 from engine.compat.lightning.before_run import BeforeRun
 from engine.compat.lightning.callback import Callback as NamedCallback
+from engine.compat.lightning.callback_log import let_log
 from engine.compat.lightning.default_dtype import default_dtype
 from engine.compat.lightning.environment_defaults import with_environment_defaults
 from engine.compat.lightning.events import TrainerStatus, original
 from engine.compat.lightning.file_loggers import FileLogger
 from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.compat.lightning.module import LightningModule
+from engine.compat.lightning.searches import Finder
 from engine.compat.lightning.shared_hyperparameters import check_shared
 from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401  # packages import it from there
 from engine.compat.lightning.trainer_translation import run_root, translate
 from engine.compat.lightning.trainer_view import TrainerView, Values
+from engine.compat.lightning.utilities import tell_lightning_utilities
+from engine.compat.refusals import refuse_stand_ins
 from engine.fit import Fit
 from engine.loop.run import Run
 from engine.loop.state import Result
@@ -72,7 +79,7 @@ class Trainer(TrainerView):
         active = [*translation.other_callbacks, *(callback for callback in translation.callbacks if not getattr(callback, "idle", False))]
         self._fit = Fit(**translation.settings, callbacks=[*map(_logger, translation.loggers), *map(adapt, active)])
         self._module: Any = None
-        self._trained: Run | None = None
+        self._trained: Run | BeforeRun | None = None
         self._datamodule: Any = None
         super().__init__(BeforeRun(self._fit.settings))
 
@@ -88,11 +95,23 @@ class Trainer(TrainerView):
     ) -> None:  # fmt: skip
         """Train ``model``. ``ckpt_path``: the checkpoint to resume from; ``"last"``: the newest one, if there is any."""
         model, loaders, datamodule = self._adapt_objects(model, train_dataloaders, datamodule)
+        finders = [callback for callback in self._callbacks if isinstance(callback, Finder)]
+        if finders:
+            if ckpt_path is not None:
+                raise ValueError(f"{type(finders[0]).__name__} searches before a new training: leave it out, or ckpt_path")
+            self.search_with(finders, model, loaders, datamodule)
+            model, loaders, datamodule = self._adapt_objects(model, loaders, datamodule)
         pickled_checkpoint.check_complete(ckpt_path)
         self._choose_root(trains=True, resumes=ckpt_path == "last")
         resume_from = "auto" if ckpt_path == "last" else ckpt_path
         with pickled_checkpoint.readable(resume_from, self._arguments["plugins"]) as resume, self._default_dtype(model):
             self.result = self._fit.run(model, loaders, val_dataloaders, datamodule=datamodule, resume=resume)
+
+    def search_with(self, finders: Sequence[Finder], model: Any, loaders: Any, datamodule: Any) -> None:
+        """Let ``finders`` search for a learning rate or a batch size before a training with these objects."""
+        model, loaders, datamodule = self._adapt_objects(model, loaders, datamodule)
+        for finder in finders:
+            finder.search(self._fit, model, loaders, datamodule)
 
     def validate(
         self, model: Any = None, dataloaders: Any = None, ckpt_path: Any = None, verbose: bool = True, datamodule: Any = None,
@@ -142,6 +161,7 @@ class Trainer(TrainerView):
         """Adapt the objects of a run and give them this trainer; return model, loaders and data module. A data module may be given as ``loaders``."""
         if datamodule is None and hasattr(loaders, "prepare_data") and hasattr(loaders, "setup"):
             loaders, datamodule = None, loaders
+        refuse_stand_ins("Trainer", (model, datamodule))
         model, datamodule = adapt(model), adapt(datamodule)
         if not isinstance(model, LightningModule):
             raise TypeError(f"Trainer takes a LightningModule, got {type(model).__name__}; engine.Fit takes a TrainModule")
@@ -169,9 +189,12 @@ class Trainer(TrainerView):
         if self._loggers and run.datamodule is not None:
             check_shared(run.module, run.datamodule)
         if run.stage == "fit":
+            run.loaders.reload_every = self._arguments["reload_dataloaders_every_n_epochs"]
             self._continue_counters(run)
             self._trained = run
         self._run, run.trainer = run, self
+        let_log(run.callbacks, run.module)
+        tell_lightning_utilities(run.rank)
         for entry in self._loggers:
             if isinstance(entry, (WrappedLogger, FileLogger)):
                 entry.attach_run(run)
@@ -216,7 +239,22 @@ class Trainer(TrainerView):
             complete_file.unlink()
         run.engine.wait_for_everyone()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A run belongs to this process. A copy or a pickle has the settings, the objects, the counters and the values, and can train on.
+        run = BeforeRun.instead_of(self._run, self._fit.settings, self.callback_metrics)
+        trained = None if self._trained is None else BeforeRun.instead_of(self._trained, self._fit.settings, {})
+        return {**vars(self), "_run": run, "_trained": trained}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
     # -- attributes that differ from the view's -----------------------------------------------------------------------------------
+
+    @property
+    def profiler(self) -> Any:
+        """The given profiler if it is an object with ``profile``, else one that names parts of the code for torch's profiler."""
+        given = self._arguments["profiler"]
+        return given if hasattr(given, "profile") else super().profiler
 
     device_ids = property(lambda self: [*range(self.num_devices)], doc="One index per process of this machine.")
     callbacks = property(
@@ -252,7 +290,9 @@ class Trainer(TrainerView):
 
     @property
     def callback_metrics(self) -> Values:
-        return Values() if isinstance(self._run, BeforeRun) else super().callback_metrics
+        if isinstance(self._run, BeforeRun):
+            return Values({name: torch.tensor(value) for name, value in self._run.values.items()})
+        return super().callback_metrics
 
     @property
     def _stage(self) -> str:

@@ -10,12 +10,13 @@ import torch
 
 import engine.callbacks as own
 from engine.compat.lightning.before_run import BeforeRun
+from engine.compat.lightning.callback_log import let_log
 from engine.compat.lightning.events import RunningStage, TrainerFn, TrainerStatus, original
 from engine.compat.lightning.logged_values import Values, latest_shown, latest_values, names_withheld
-from engine.compat.lightning.loop_view import FitLoopView
+from engine.compat.lightning.loop_view import EvaluationLoopView, FitLoopView
 from engine.compat.lightning.names import OF_RUN, VIEW
 from engine.compat.lightning.rank_loaders import loaders_as_given
-from engine.compat.lightning.trainer_parts import AcceleratorConnector, StrategyView, TrainerState
+from engine.compat.lightning.trainer_parts import AcceleratorConnector, ProfilerView, StrategyView, TrainerState
 from engine.config.duration import NEVER
 from engine.loop.run import Run
 from engine.loop.state import status_of
@@ -33,6 +34,8 @@ class TrainerView:
 
     def __init__(self, run: Run | BeforeRun) -> None:
         object.__setattr__(self, "_run", run)
+        if isinstance(run, Run):
+            let_log(run.callbacks, run.module)
 
     def __getattr__(self, name: str) -> NoReturn:
         if hasattr(
@@ -307,6 +310,14 @@ class TrainerView:
     )
 
     fit_loop = property(lambda self: FitLoopView(self), doc="The parts of Lightning's loops that modules read.")
+    validate_loop = property(lambda self: EvaluationLoopView(self, "validate"), doc="The validation's loop.")
+    test_loop = property(lambda self: EvaluationLoopView(self, "test"), doc="The test's loop.")
+    predict_loop = property(lambda self: EvaluationLoopView(self, "predict"), doc="The prediction's loop.")
+
+    @property
+    def profiler(self) -> Any:
+        """Names parts of the code for torch's profiler."""
+        return vars(self).setdefault("_profiler", ProfilerView())
 
     # -- objects ----------------------------------------------------------------------------------------------------------------
 
@@ -367,7 +378,7 @@ class TrainerView:
     # -- ranks ------------------------------------------------------------------------------------------------------------------
 
     strategy = property(
-        lambda self: StrategyView(self._run.engine),
+        lambda self: StrategyView(self._run),
         doc="A view of the strategy with ``root_device``, ``barrier`` and ``broadcast``.",
     )
     is_global_zero = property(lambda self: self._run.is_main_process, doc="Whether this is rank 0.")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp as ReduceOp
 
 from engine.compat.accelerate.utils.memory import is_out_of_memory as is_oom_error  # noqa: F401
 from engine.compat.accelerate.utils.memory import release_memory as garbage_collection_cuda  # noqa: F401
@@ -20,28 +23,28 @@ from engine.compat.lightning.callbacks import ModelSummary as ModelSummary
 from engine.compat.lightning.events import RunningStage as RunningStage
 from engine.compat.lightning.events import TrainerFn as TrainerFn
 from engine.compat.lightning.events import TrainerStatus as TrainerStatus
-from engine.compat.lightning.names import CLASSES
 from engine.compat.lightning.pickled_checkpoint import load as _load  # noqa: F401
 from engine.compat.lightning.plugins import CheckpointIO as CheckpointIO
-from engine.compat.refusals import refused_class, refusing
+from engine.compat.lightning.searches import Tuner as Tuner
+from engine.compat.refusals import refused_class
 from engine.config.hyperparameters import HParams as AttributeDict  # noqa: F401
 from engine.data.combined import CombinedLoader as CombinedLoader
 from engine.data.datamodule import DataModule
-from engine.distributed.rank_work import rank_zero_only as rank_zero_only
+from engine.distributed.rank_work import own_rank
 from engine.module import TrainModule
 from engine.step.schedules import Schedule as LRSchedulerConfig  # noqa: F401
-from engine.utils import accelerator, seed
+from engine.utils.accelerator import present as present_accelerator
 from engine.utils.overrides import overridden
 from engine.utils.seed import isolated as isolate_rng  # noqa: F401
+from engine.utils.seed import seed_everything as seed_all
 from engine.utils.tree import move as move_data_to_device  # noqa: F401
 
 STEP_OUTPUT = EPOCH_OUTPUT = TRAIN_DATALOADERS = EVAL_DATALOADERS = OptimizerLRScheduler = LRSchedulerTypeUnion = Any
 _METRIC = _EVALUATE_OUTPUT = _PREDICT_OUTPUT = _OUT_DICT = _PATH = _MAP_LOCATION_TYPE = LRSchedulerPLType = Any
 OptimizerConfig = OptimizerLRSchedulerConfig = LRSchedulerConfigType = Any
 MisconfigurationException = ValueError
-__getattr__ = refusing("engine.compat.lightning.utilities", CLASSES)
 CUDAAccelerator = refused_class("CUDAAccelerator", "give Trainer(accelerator='cuda')")
-CUDAAccelerator.is_available = staticmethod(lambda: accelerator.present() == "cuda")
+CUDAAccelerator.is_available = staticmethod(lambda: present_accelerator() == "cuda")
 
 
 GradClipAlgorithmType = StrEnum("GradClipAlgorithmType", {"VALUE": "value", "NORM": "norm"})
@@ -49,9 +52,40 @@ GradClipAlgorithmType = StrEnum("GradClipAlgorithmType", {"VALUE": "value", "NOR
 
 def seed_everything(value: int | None = None, workers: bool = False, verbose: bool = True) -> int:
     """Call :func:`engine.seed_everything`; ``None`` means the variable ``PL_GLOBAL_SEED``, or 0. ``workers`` is ignored: they are always seeded."""
-    return seed.seed_everything(int(os.environ.get("PL_GLOBAL_SEED", 0)) if value is None else value)
+    return seed_all(int(os.environ.get("PL_GLOBAL_SEED", 0)) if value is None else value)
 
 
+class RankZeroOnly:
+    """Decorates functions to run on rank 0 only. ``rank`` is this process's rank, unless the project sets it."""
+
+    _set: int | None = None
+
+    @property
+    def rank(self) -> int:
+        return own_rank() if self._set is None else self._set
+
+    @rank.setter
+    def rank(self, rank: int | None) -> None:
+        self._set = rank
+
+    def __call__(self, fn: Callable[..., Any], default: Any = None) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
+            return fn(*args, **kwargs) if self.rank == 0 else default
+
+        return on_rank_zero
+
+
+rank_zero_only = RankZeroOnly()
+
+
+def tell_lightning_utilities(rank: int) -> None:
+    """Set the rank that ``lightning_utilities.core.rank_zero`` needs; other packages use it directly. Nothing happens if it is not installed."""
+    if importlib.util.find_spec("lightning_utilities") is not None:
+        importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only.rank = rank
+
+
+tell_lightning_utilities(own_rank())
 TorchCheckpointIO = CheckpointIO
 _logger = logging.getLogger("engine.interop.lightning")
 rank_zero_info, rank_zero_debug = rank_zero_only(_logger.info), rank_zero_only(_logger.debug)

@@ -5,24 +5,38 @@ from __future__ import annotations
 import ast
 from collections import ChainMap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import ModuleType
 
-from engine.compat.migrate.counterparts import is_package
-from engine.compat.migrate.imports import Api, ClassInfo, Names, first_argument
+from engine.compat.migrate.constants import Constants
+from engine.compat.migrate.counterparts import counterpart, find_in_interop, is_package
+from engine.compat.migrate.imports import (
+    ROOTS,
+    TRANSFORMERS,
+    Api,
+    ClassInfo,
+    Meaning,
+    Names,
+    first_argument,
+    imported_from,
+    library_name,
+)
 from engine.compat.migrate.known_objects import (
     CHECKPOINT,
+    EVENT_ARGUMENTS,
     FOLLOWED,
     HOOK_ARGUMENTS,
     KINDS,
     PLAIN_OBJECT,
     KnownObject,
     Value,
+    calls_with_trainer,
+    followed,
     kind_of,
     known_objects,
     object_of_library,
     object_of_user_class,
 )
-from engine.compat.migrate.signatures import member
 from engine.compat.migrate.sources import Source
 from engine.compat.migrate.verdicts import (
     Attribute,
@@ -30,11 +44,14 @@ from engine.compat.migrate.verdicts import (
     Construction,
     Definition,
     FileName,
+    Import,
+    LoadedPath,
     Named,
     Question,
     SchedulerDict,
     verdicts,
 )
+from engine.compat.transformers.names import EVENTS
 
 
 @dataclass(frozen=True)
@@ -56,11 +73,19 @@ class Use:
 
 
 class Walker(ast.NodeVisitor):
-    """Walks one source and fills ``uses``. ``users``: class -> the first subclass of it that also inherits from a library class."""
+    """Walks one source and fills ``uses`` and ``imported``, the packages of the libraries with their first import.
+
+    ``users``: class -> the first subclass of it that also inherits from a library class.
+    """
 
     def __init__(self, source: Source, names: Names, users: dict[ClassInfo, ClassInfo]) -> None:
         self.source, self.names, self.users = source, names, users
         self.uses: list[Use] = []
+        self.imported: dict[str, ast.stmt] = {}
+        self._constants = Constants(source.tree)
+        self._import_may_fail = False
+        self._attribute_may_fail = False
+        self._tested_attributes: list[str] = []
         self._class: ClassInfo | None = None
         self._self: Value | None = None
         self._values: ChainMap[str, Value] = ChainMap()
@@ -88,8 +113,10 @@ class Walker(ast.NodeVisitor):
         for default in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
             self.visit(default)
         self._values = self._values.new_child(self._arguments(node))
+        self._constants.enter(node)
         for statement in node.body:
             self.visit(statement)
+        self._constants.leave()
         self._values = self._values.parents
 
     visit_AsyncFunctionDef = visit_FunctionDef
@@ -104,11 +131,14 @@ class Walker(ast.NodeVisitor):
                 and (known_object := self._of_annotation(argument.annotation)) is not None
             ):
                 values[argument.arg] = known_object
+            elif self._self is not None and self._self.known_object.library == TRANSFORMERS:
+                if argument.arg in EVENT_ARGUMENTS and node.name in EVENTS:
+                    values[argument.arg] = Value(known_objects()[EVENT_ARGUMENTS[argument.arg]])
             elif self._self is not None and argument.arg in HOOK_ARGUMENTS:
                 values[argument.arg] = Value(known_objects()[HOOK_ARGUMENTS[argument.arg]])
         method = self._class is not None and self._class.methods.get(node.name) is node
         is_callback = self._class is not None and kind_of(self._class) == "callback"
-        if method and is_callback and member(known_objects()["callback"].engine_class, node.name):
+        if method and is_callback and calls_with_trainer(node.name):
             hook_arguments = [argument.arg for argument in node.args.args[1:3]]
             roles = ("trainer of a callback", "module")
             values.update(
@@ -124,17 +154,26 @@ class Walker(ast.NodeVisitor):
 
     def _of_annotation(self, annotation: ast.expr) -> Value | None:
         """The value of an argument with this annotation, if one of the classes that it allows is known."""
-        for alternative in _alternatives(annotation):
-            meaning = self.names.meaning(alternative, self.source)
-            if isinstance(meaning, ClassInfo) and (known_object := object_of_user_class(meaning)) is not None:
-                return Value(known_object, meaning)
-            if isinstance(meaning, Api):
-                if meaning.name == "Trainer" and self._self is not None:
-                    return Value(known_objects()["trainer of a callback"])
-                name = FOLLOWED.get(meaning.name) or KINDS.get(meaning.name)
-                if name is not None:
-                    return Value(known_objects()[name])
-        return None
+        alternatives = [*_alternatives(annotation)]
+        value = next(filter(None, map(self._of_alternative, alternatives)), None)
+        others = (item for item in alternatives if not _is_none(item) and self._of_alternative(item) is None)
+        if value is not None and any(others):  # an object of another class may have any attribute
+            return Value(replace(value.known_object, all_names_known=False), value.cls)
+        return value
+
+    def _of_alternative(self, alternative: ast.expr) -> Value | None:
+        """The value of an argument that is annotated with one class, if that is known."""
+        meaning = self.names.meaning(alternative, self.source)
+        if isinstance(meaning, ClassInfo):
+            return Value(object_of_user_class(meaning) or PLAIN_OBJECT, meaning)
+        if not isinstance(meaning, Api):
+            return None
+        if meaning.library == TRANSFORMERS:
+            return Value(object_of_library(meaning))
+        if meaning.name == "Trainer" and self._self is not None:
+            return Value(known_objects()["trainer of a callback"])
+        name = FOLLOWED.get(meaning.name) or KINDS.get(meaning.name)
+        return None if name is None else Value(known_objects()[name])
 
     # -- values of expressions ---------------------------------------------------------------------------------------------------
 
@@ -151,12 +190,21 @@ class Walker(ast.NodeVisitor):
             self._assign(node.target, node.value)
 
     def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
+        outer = self._import_may_fail
         for item in node.items:
             self.visit(item)
             if item.optional_vars is not None:
                 self._assign(item.optional_vars, item.context_expr)
+            context = item.context_expr
+            if (
+                isinstance(context, ast.Call)
+                and getattr(context.func, "attr", getattr(context.func, "id", "")) == "suppress"
+            ):
+                caught = {name for argument in context.args for name in _caught_names(argument)}
+                self._import_may_fail |= bool(caught & {"ImportError", "ModuleNotFoundError", "Exception"})
         for statement in node.body:
             self.visit(statement)
+        self._import_may_fail = outer
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         """Remember that the name ``target`` holds the value of ``value``, or forget what it held if that is not known."""
@@ -172,11 +220,8 @@ class Walker(ast.NodeVisitor):
         if isinstance(node, ast.Name):
             return self._values.get(node.id)
         if isinstance(node, ast.Call):
-            meaning = self.names.meaning(node.func, self.source)
-            if isinstance(meaning, Api) and meaning.name in FOLLOWED:
-                return Value(known_objects()[FOLLOWED[meaning.name]])
-            if isinstance(meaning, ClassInfo) and (known_object := object_of_user_class(meaning)) is not None:
-                return Value(known_object, meaning)
+            if (value := self._instance(self.names.meaning(node.func, self.source))) is not None:
+                return value
             if isinstance(node.func, ast.Name) and node.func.id == "super" and self._self is not None:
                 return Value(self._self.known_object, self._self.cls)
             return None
@@ -186,6 +231,13 @@ class Walker(ast.NodeVisitor):
             owner = self._value_of(node.value)
             return None if owner is None else self._attribute_value(owner, node.attr)
         return None
+
+    def _instance(self, meaning: Meaning) -> Value | None:
+        """The value of a call of a class, if it is a user's class or one of a library's that are followed."""
+        if isinstance(meaning, ClassInfo):
+            return Value(object_of_user_class(meaning) or PLAIN_OBJECT, meaning)
+        known_object = followed(meaning) if isinstance(meaning, Api) else None
+        return None if known_object is None else Value(known_object)
 
     def _attribute_value(self, owner: Value, name: str) -> Value | None:
         """The value of the attribute ``name`` of ``owner``, if it is known."""
@@ -209,9 +261,17 @@ class Walker(ast.NodeVisitor):
         for ancestor in cls.family:
             value = ancestor.set_on_self.get(name)
             if isinstance(value, ast.Call):
-                meaning = self.names.meaning(value.func, ancestor.source)
-                if isinstance(meaning, Api) and meaning.name in FOLLOWED:
-                    return Value(known_objects()[FOLLOWED[meaning.name]])
+                return self._instance(self.names.meaning(value.func, ancestor.source))
+            if isinstance(value, ast.Name) and (method := ancestor.assigned_once.get(name, (None, None))[0]):
+                return self._argument_of(method, value.id, ancestor.source)
+        return None
+
+    def _argument_of(self, method: ast.FunctionDef | ast.AsyncFunctionDef, name: str, source: Source) -> Value | None:
+        """The value of a method's argument that is annotated with a class of a library that is followed."""
+        for argument in (*method.args.args, *method.args.kwonlyargs):
+            if argument.arg == name and argument.annotation is not None:
+                meanings = (self.names.meaning(each, source) for each in _alternatives(argument.annotation))
+                return next(filter(None, map(self._instance, meanings)), None)
         return None
 
     # -- uses -------------------------------------------------------------------------------------------------------------------
@@ -253,28 +313,131 @@ class Walker(ast.NodeVisitor):
             self._record(node, SchedulerDict(self._self.known_object, self._class, node))
 
     def visit_Call(self, node: ast.Call) -> None:
+        meaning = self.names.meaning(node.func, self.source)
+        call = self._constants.with_values(node, self._owners(node))
         if isinstance(node.func, ast.Attribute) and (owner := self._value_of(node.func.value)) is not None:
-            self._record_member(node.func, owner, node)
+            self._record_member(node.func, owner, call)
             self.visit(node.func.value)
-        elif isinstance(self.names.meaning(node.func, self.source), Api):
-            self._record_name(node.func, node)
+        elif isinstance(meaning, Api):
+            self._record_name(node.func, call)
         else:
+            if isinstance(meaning, ClassInfo):
+                self._record_instance(node, meaning, call)
+            elif meaning == "torch.load" and self._is_checkpoint(node):
+                self._record(node, LoadedPath())
+            elif meaning == "functools.partial" and node.args:
+                api = self.names.meaning(node.args[0], self.source)
+                if isinstance(api, Api):
+                    self._record_name(node.args[0], ast.Call(node.args[0], call.args[1:], call.keywords))
             self.visit(node.func)
         for argument in (*node.args, *node.keywords):
             self.visit(argument)
 
-    def _record_name(self, node: ast.expr, call: ast.Call | None = None) -> bool:
-        """Record that ``node`` names a library's class or function, or an attribute of one; return whether it does."""
+    def _owners(self, call: ast.Call) -> dict[int, ClassInfo]:
+        """The arguments of a call that are attributes of an object of a user's class -> the class."""
+        owners: dict[int, ClassInfo] = {}
+        for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
+            if isinstance(argument, ast.Attribute) and (owner := self._value_of(argument.value)) and owner.cls:
+                owners[id(argument)] = owner.cls
+        return owners
+
+    def _is_checkpoint(self, call: ast.Call) -> bool:
+        """Whether a call of ``torch.load`` opens a checkpoint that a run has written."""
+        path = call.args[0] if call.args else next((item.value for item in call.keywords if item.arg == "f"), None)
+        if path is None or not self.names.uses_lightning or self.names.writes_pickles:
+            return False
+        owner = self._value_of(path.value) if isinstance(path, ast.Attribute) else None
+        path = self._constants.expression(path, None if owner is None else owner.cls)
+        if isinstance(path, ast.Constant):
+            return path.value in self.names.saved_paths
+        parts = (
+            self._constants.expression(node) for node in ast.walk(path) if isinstance(node, (ast.Name, ast.Attribute))
+        )
+        return any(isinstance(node, ast.Attribute) and node.attr in _CHECKPOINT_PATHS for node in parts)
+
+    # -- imports ----------------------------------------------------------------------------------------------------------------
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._record_import(node, alias.name, "")
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if not node.level:
+            for alias in node.names:
+                self._record_import(node, imported_from(node, self.source), alias.name)
+
+    def _record_import(self, node: ast.stmt, package: str, name: str) -> None:
+        """Record an import of a library; whether it fails is judged unless the source is prepared for that."""
+        root = package.split(".")[0]
+        if root not in (*ROOTS, TRANSFORMERS) or root in self.names.packages:
+            return
+        self.imported.setdefault(root, node)
+        api = library_name(f"{package}.{name}".rstrip("."))
+        if api is not None and not self._import_may_fail and api.path not in _ONLY_IN_TESTS:
+            self._record(node, Import(package, name, api.library))
+
+    def visit_Try(self, node: ast.Try) -> None:
+        outer = self._import_may_fail
+        caught = {name for handler in node.handlers for name in _caught_names(handler.type)}
+        self._import_may_fail |= bool(caught & {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
+        outer_attributes = self._attribute_may_fail
+        self._attribute_may_fail |= bool(caught & {"AttributeError", "Exception", "BaseException"})
+        for statement in node.body:
+            self.visit(statement)
+        self._import_may_fail = outer
+        for part in (*node.handlers, *node.orelse):
+            self.visit(part)
+        self._attribute_may_fail = outer_attributes
+        for statement in node.finalbody:
+            self.visit(statement)
+
+    def visit_If(self, node: ast.If) -> None:
+        outer = self._import_may_fail
+        self.visit(node.test)
+        tested = self._constants.enter_branch(node.test)
+        attributes = [*_tested_attributes(node.test)]
+        self._tested_attributes += attributes
+        self._import_may_fail |= getattr(node.test, "attr", getattr(node.test, "id", "")) == "TYPE_CHECKING"
+        for statement in node.body:
+            self.visit(statement)
+        self._import_may_fail = outer
+        for statement in node.orelse:
+            self.visit(statement)
+        self._constants.leave_branch(tested)
+        del self._tested_attributes[len(self._tested_attributes) - len(attributes) :]
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        attributes = [*_tested_attributes(node.test)]
+        self._tested_attributes += attributes
+        self.generic_visit(node)
+        del self._tested_attributes[len(self._tested_attributes) - len(attributes) :]
+
+    def _record_name(self, node: ast.expr, call: ast.Call | None = None, is_used: bool = False) -> bool:
+        """Record that ``node`` names a library's class or function, or an attribute of one; return whether it does.
+
+        ``is_used``: an attribute of it is read.
+        """
         api = self.names.meaning(node, self.source)
         if not isinstance(api, Api) or is_package(api) or api.path in _ONLY_IN_TESTS:
             return isinstance(api, Api)
         head, _, name = api.path.rpartition(".")
+        if head and isinstance(node, ast.Attribute) and _has_unknown_attributes(Api(api.library, head)):
+            return self._record_name(node.value, is_used=True)
         owner = object_of_library(Api(api.library, head)) if head else PLAIN_OBJECT
-        if owner.engine_class is not None or owner.interop_class is not None:
+        if owner.engine_class is not None or owner.interop_class is not None or owner.advice:
             self._record_attribute(owner, name, node, call)
         else:
-            self._record(node, Named(api, call, id(node) in self._bases))
+            self._record(node, Named(api, call, is_used or id(node) in self._bases, self._package(node, api)))
         return True
+
+    def _package(self, node: ast.expr, api: Api) -> str:
+        """The package that ``node`` reads a library's name from as an attribute; empty if the name was imported, or is read from an object."""
+        head = api.path.rpartition(".")[0]
+        if not isinstance(node, ast.Attribute) or api.library == TRANSFORMERS:
+            return ""
+        owner = find_in_interop(Api(api.library, head))[0] if head else None
+        root = {"lightning": "lightning.pytorch", "fabric": "lightning.fabric"}.get(api.library, api.library)
+        return "" if owner is not None and not isinstance(owner, ModuleType) else f"{root}.{head}".rstrip(".")
 
     def _record_member(self, node: ast.Attribute, owner: Value, call: ast.Call | None) -> None:
         """Record a use of an attribute of ``owner``, unless the user's own class defines it."""
@@ -292,23 +455,77 @@ class Walker(ast.NodeVisitor):
             self._record_attribute(owner.known_object, name, node, call)
 
     def _record_attribute(self, known_object: KnownObject, name: str, node: ast.expr, call: ast.Call | None) -> None:
+        if not any(known_object.members(name)) and (self._attribute_may_fail or name in self._tested_attributes):
+            return  # the source is prepared for an object without the attribute
         is_set = isinstance(getattr(node, "ctx", None), ast.Store)
         defined_by_user = known_object.is_trainer and name in self.names.names_of_trainer_subclasses
         self._record(node, Attribute(known_object, name, call, is_set, defined_by_user))
 
     def _record_construction(self, node: ast.Attribute, cls: ClassInfo, call: ast.Call | None) -> None:
         """Record a call of ``super().__init__(...)`` that reaches a library's class."""
-        known_object = object_of_user_class(cls)
-        if call is None or known_object is None or any("__init__" in base.methods for base in cls.family[1:]):
+        if call is not None and not any("__init__" in base.methods for base in cls.family[1:]):
+            self._record_constructor(node, cls, call)
+
+    def _record_instance(self, node: ast.Call, cls: ClassInfo, call: ast.Call) -> None:
+        """Record a call of a user's class whose arguments reach the constructor of its library base."""
+        constructor = next((heir.methods["__init__"] for heir in cls.family if "__init__" in heir.methods), None)
+        if kind_of(cls) not in ("other", "callback"):
             return
-        if all(
-            base is not None for heir in cls.family for base in heir.bases
-        ):  # an unknown base may accept the arguments
-            self._record(node, Construction(known_object, call))
+        if constructor is None:
+            self._record_constructor(node, cls, call)
+        elif constructor.args.kwarg is not None and _forwards(constructor, constructor.args.kwarg.arg):
+            named = {argument.arg for argument in (*constructor.args.args, *constructor.args.kwonlyargs)}
+            keywords = [keyword for keyword in call.keywords if keyword.arg not in named]
+            if keywords:
+                self._record_constructor(node, cls, ast.Call(call.func, [], keywords))
+
+    def _record_constructor(self, node: ast.expr, cls: ClassInfo, call: ast.Call) -> None:
+        """Record a call of the constructor of the library base of ``cls``, unless an unknown base may accept the arguments."""
+        known_object = object_of_user_class(cls)
+        if known_object is not None and all(base is not None for heir in cls.family for base in heir.bases):
+            self._record(node, Construction(known_object, cls.library_bases[0], call))
 
 
+_CHECKPOINT_PATHS = ("best_model_path", "last_model_path", "kth_best_model_path")
+"""Attributes that have the path of a checkpoint."""
 _ONLY_IN_TESTS = ("test_utils.training.mocked_dataloaders",)
 """Names that Accelerate's examples import only for their own tests; they are not reported."""
+
+
+def _has_unknown_attributes(api: Api) -> bool:
+    """Whether the name can be judged, but not its attributes: a function, a value, such as ``rank_zero_only``, or a name that is not there."""
+    if api.library == TRANSFORMERS:
+        return False
+    match = counterpart(api)
+    value = match.engine_object or find_in_interop(api)[0]
+    return not isinstance(value, (ModuleType, type)) and not is_package(api)
+
+
+def _caught_names(caught: ast.expr | None) -> set[str]:
+    """The names of the exceptions that ``except caught`` catches; ``None``: everything."""
+    kinds = caught.elts if isinstance(caught, ast.Tuple) else [caught]
+    return {"BaseException"} if caught is None else {getattr(kind, "attr", getattr(kind, "id", "")) for kind in kinds}
+
+
+def _tested_attributes(test: ast.expr) -> Iterator[str]:
+    """Yield the literal names of ``hasattr(x, "name")`` in a condition."""
+    for node in ast.walk(test):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "hasattr" and len(node.args) == 2:
+            yield str(getattr(node.args[1], "value", ""))
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _forwards(constructor: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> bool:
+    """Whether a constructor passes its ``**name`` on to its base's: ``super().__init__(**name)``."""
+    return any(
+        isinstance(node, ast.Call)
+        and getattr(node.func, "attr", "") == "__init__"
+        and any(keyword.arg is None and getattr(keyword.value, "id", "") == name for keyword in node.keywords)
+        for node in ast.walk(constructor)
+    )
 
 
 def _annotations(arguments: ast.arguments) -> Iterator[ast.expr]:
@@ -323,6 +540,11 @@ def _alternatives(annotation: ast.expr) -> Iterator[ast.expr]:
     if isinstance(annotation, ast.BinOp):
         yield from _alternatives(annotation.left)
         yield from _alternatives(annotation.right)
+    elif isinstance(annotation, ast.Constant) and isinstance(annotation.value, str) and "|" in annotation.value:
+        try:
+            yield from _alternatives(ast.parse(annotation.value, mode="eval").body)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            yield annotation
     elif isinstance(annotation, ast.Subscript):
         inner = annotation.slice
         yield from inner.elts if isinstance(inner, ast.Tuple) else [inner]

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from engine.compat.migrate.sources import Source
+from engine.compat.transformers.names import HEIRS, SUFFIXES, sentence_for
 
 ROOTS = {
     "lightning.pytorch": "lightning",
@@ -19,6 +20,8 @@ ROOTS = {
     "accelerate": "accelerate",
 }
 """Packages whose use is reported -> their library. Longer names come first, because the first match counts."""
+TRANSFORMERS = "transformers"
+"""The package, and the library, of ``transformers.Trainer``; only what belongs to the ``Trainer`` is reported."""
 _REEXPORT_LIMIT = 20
 """The maximum number of re-exports to follow from one name: more than any package has, so that circular imports end."""
 _FAMILY_LIMIT = 50
@@ -103,6 +106,28 @@ class ClassInfo:
         return values
 
     @cached_property
+    def assigned_once(self) -> dict[str, tuple[ast.FunctionDef | ast.AsyncFunctionDef | None, ast.expr]]:
+        """Attributes that the class sets once, in its body or in a method -> the method (``None``: the body), and the value."""
+        values: dict[str, list[tuple[ast.FunctionDef | ast.AsyncFunctionDef | None, ast.expr]]] = {}
+        for statement in statements(self.node.body):
+            if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
+                for name in _targets(statement):
+                    values.setdefault(name, []).append((None, statement.value))
+        for method in self.methods.values():
+            first = first_argument(method)
+            for node in ast.walk(method):
+                targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+                value = getattr(node, "value", None)
+                for target in targets:
+                    if (
+                        isinstance(target, ast.Attribute)
+                        and is_named(target.value, first)
+                        and isinstance(value, ast.expr)
+                    ):
+                        values.setdefault(target.attr, []).append((method, value))
+        return {name: assigned[0] for name, assigned in values.items() if len(assigned) == 1}
+
+    @cached_property
     def own_names(self) -> set[str]:
         """All names that this class or one of its bases in the sources defines."""
         return {name for cls in self.family for name in (*cls.methods, *cls.class_attributes, *cls.set_on_self)}
@@ -126,6 +151,12 @@ class Names:
         self._tables: dict[str, dict[str, ast.expr | str | ClassInfo]] = {}
         self._stars: dict[str, list[str]] = {}
         self.classes: list[ClassInfo] = []
+        self.uses_lightning = False
+        """Whether a source imports Lightning."""
+        self.writes_pickles = False
+        """Whether a source sets ``ModelCheckpoint.pickles``, so that checkpoints are files for ``torch.load``, too."""
+        self.saved_paths: set[str] = set()
+        """The literal paths that the sources give to ``save_checkpoint``."""
         self._nested: dict[tuple[str, str], list[ClassInfo]] = {}
         self._looked_up: dict[tuple[str, str], Meaning] = {}
         for source in sources:
@@ -142,7 +173,11 @@ class Names:
     @cached_property
     def names_of_trainer_subclasses(self) -> set[str]:
         """The names that user-defined subclasses of ``Trainer`` define."""
-        trainers = (cls for cls in self.classes if any(base.name == "Trainer" for base in cls.library_bases))
+        trainers = (
+            cls
+            for cls in self.classes
+            if any(base == Api("lightning", base.path) and base.name == "Trainer" for base in cls.library_bases)
+        )
         return {name for cls in trainers for name in cls.own_names}
 
     def _find_distant(self) -> None:
@@ -181,6 +216,20 @@ class Names:
                 return self.meaning(ast.parse(expression.value, mode="eval").body, source, depth + 1)
             except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last: nested too deeply for the parser
                 return None
+        if isinstance(expression, ast.Call):
+            return self._imported_by_call(expression, source, depth)
+        return None
+
+    def _imported_by_call(self, call: ast.Call, source: Source, depth: int) -> Meaning:
+        """What ``importlib.import_module("name")``, ``__import__("name")`` or ``getattr(module, "name")`` returns, if the name is a literal."""
+        texts = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
+        if not texts or not isinstance(text := texts[0], str):
+            return None
+        function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        if function in ("import_module", "__import__") and call.args[0] is not None and len(texts) == len(call.args):
+            return self._dotted(text if function == "import_module" else text.split(".")[0], depth + 1)
+        if function == "getattr" and len(call.args) > 1 and isinstance(call.args[1], ast.Constant):
+            return self.meaning(ast.Attribute(call.args[0], text), source, depth + 1)
         return None
 
     def _bases(self, expression: ast.expr, source: Source) -> Iterator[Api | ClassInfo | None]:
@@ -201,19 +250,25 @@ class Names:
         for node in ast.walk(source.tree):  # imports in functions too: a name has one meaning in nearly every file
             if isinstance(node, ast.Import):
                 for alias in node.names:
+                    self.uses_lightning |= _is_lightning(alias.name)
                     name = alias.name if alias.asname else alias.name.split(".")[0]
                     table.setdefault(alias.asname or name, name)
             elif isinstance(node, ast.ImportFrom):
-                origin = _imported_from(node, source)
+                origin = imported_from(node, source)
+                self.uses_lightning |= _is_lightning(origin)
                 for alias in node.names:
                     if alias.name == "*":
                         stars.append(origin)
                     else:
                         table.setdefault(alias.asname or alias.name, f"{origin}.{alias.name}")
+            elif isinstance(node, ast.Attribute):
+                self.writes_pickles |= node.attr == "pickles" and isinstance(node.ctx, ast.Store)
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "save_checkpoint":
+                self.saved_paths |= {str(path.value) for path in node.args[:1] if isinstance(path, ast.Constant)}
         for statement in statements(source.tree.body):
             if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
                 target = statement.targets[0]
-                if isinstance(target, ast.Name) and isinstance(statement.value, (ast.Name, ast.Attribute)):
+                if isinstance(target, ast.Name) and isinstance(statement.value, (ast.Name, ast.Attribute, ast.Call)):
                     table.setdefault(target.id, statement.value)
         self._add_classes(source.tree.body, source, "", table)
         return table, stars
@@ -252,7 +307,7 @@ class Names:
             folder = module if self.modules[module].is_package else module.rpartition(".")[0]
             neighbour = f"{folder}.{entry}"
             is_neighbour = neighbour.rpartition(".")[0] in self.modules or neighbour in self.modules
-            if is_neighbour and entry.split(".")[0] not in self._packages and _library(entry) is None:
+            if is_neighbour and entry.split(".")[0] not in self.packages and library_name(entry) is None:
                 return self._dotted(neighbour, depth + 1)
             return self._dotted(entry, depth + 1)
         if entry is not None:
@@ -263,13 +318,14 @@ class Names:
             if star in self.modules:
                 if meaning := self._resolve(name, star, depth + 1):
                     return meaning
-            elif (library := _library(star)) is not None and name[0].isupper():
-                return _api(library, name)
+            elif (api := library_name(f"{star}.{name}")) is not None and name[0].isupper():
+                return api
         nested = self._nested.get((module, name), ())
         return nested[0] if len(nested) == 1 else None  # defined in a function, and used there
 
     @cached_property
-    def _packages(self) -> set[str]:
+    def packages(self) -> set[str]:
+        """The top-level names of the sources' modules."""
         return {name.split(".")[0] for name in self.modules}
 
     def _dotted(self, dotted: str, depth: int) -> Meaning:
@@ -285,7 +341,7 @@ class Names:
                 for name in parts[length + 1 :]:
                     meaning = _api(meaning, name) if isinstance(meaning, Api) else None
                 return meaning
-        return _library(dotted) or dotted
+        return library_name(dotted) or dotted
 
 
 def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -320,7 +376,7 @@ def _targets(statement: ast.stmt) -> Iterator[str]:
             yield target.id
 
 
-def _imported_from(node: ast.ImportFrom, source: Source) -> str:
+def imported_from(node: ast.ImportFrom, source: Source) -> str:
     """The absolute name of the module that a ``from ... import`` reads, which may be relative."""
     if not node.level:
         return node.module or ""
@@ -329,10 +385,20 @@ def _imported_from(node: ast.ImportFrom, source: Source) -> str:
     return ".".join([*parts, *filter(None, [node.module])])
 
 
-def _library(dotted: str) -> Api | None:
+def _is_lightning(dotted: str) -> bool:
+    api = library_name(dotted)
+    return api is not None and api.library == "lightning"
+
+
+def library_name(dotted: str) -> Api | None:
+    """The name of a library that an absolute dotted name stands for; ``None`` if it belongs to none of them."""
     for root, library in ROOTS.items():
         if dotted == root or dotted.startswith(f"{root}."):
             return Api(library, dotted[len(root) + 1 :])
+    root, _, path = dotted.partition(".")
+    name = path.rpartition(".")[2]
+    if (root == TRANSFORMERS and sentence_for(name)) or (root in HEIRS and name.endswith(tuple(SUFFIXES))):
+        return Api(TRANSFORMERS, path)
     return None
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from engine.compat.lightning.names import DATA, MODULE, OF_CHECKPOINTS, OF_STRATEGIES, REPLACED, VIEW
 from engine.compat.migrate.counterparts import counterpart
-from engine.compat.migrate.imports import Api, ClassInfo
+from engine.compat.migrate.imports import TRANSFORMERS, Api, ClassInfo
 from engine.compat.migrate.signatures import Member, member
 from engine.compat.migrate.stand_ins import stand_in
 from engine.compat.names import ATTRIBUTES
+from engine.compat.transformers.names import CONTROL, EVENTS, METHODS, STATE
 from engine.utils.errors import nearest
 
 FOLLOWED = {"Trainer": "trainer", "Accelerator": "accelerator", "Fabric": "fabric"}
@@ -20,6 +21,8 @@ KINDS = {"LightningModule": "module", "LightningDataModule": "data", "Callback":
 """Base class -> the kind of a user's subclass, which is also its key in :func:`known_objects`."""
 HOOK_ARGUMENTS = {"trainer": "trainer of a callback", "pl_module": "module"}
 """Names of arguments in methods of Lightning's classes -> the key of the argument's object in :func:`known_objects`."""
+EVENT_ARGUMENTS = {"state": "state of transformers", "control": "control of transformers"}
+"""Names of arguments in events of transformers' ``TrainerCallback`` -> the key of the argument's object in :func:`known_objects`."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,31 @@ _CLASS_FACTS = {
 """Facts about instances of a library class that its counterparts do not tell."""
 
 
+def followed(api: Api) -> KnownObject | None:
+    """What is known about an instance of a library class; ``None`` if instances of this class are not followed."""
+    if api.library == TRANSFORMERS:
+        return _of_transformers(api) if api.name.endswith("Trainer") else None
+    return known_objects()[FOLLOWED[api.name]] if api.name in FOLLOWED else None
+
+
+def calls_with_trainer(method: str) -> bool:
+    """Whether Lightning calls this method of a callback with ``(trainer, pl_module, ...)``."""
+    engine_member = known_objects()["callback"].members(method)[0]
+    parameters = () if engine_member is None or engine_member.call is None else engine_member.call.parameters
+    return [*parameters][:2] == ["run", "module"]
+
+
+def _of_transformers(api: Api) -> KnownObject:
+    """What is known about an instance of a class of transformers that belongs to its ``Trainer``."""
+    roles = {
+        "Trainer": "trainer of transformers",
+        "Callback": "callback of transformers",
+        **{f"Trainer{part.capitalize()}": role for part, role in EVENT_ARGUMENTS.items()},
+    }
+    role = next((role for ending, role in roles.items() if api.name.endswith(ending)), None)
+    return known_objects()[role] if role else KnownObject(api.name, library=TRANSFORMERS, all_names_known=False)
+
+
 def kind_of(cls: ClassInfo) -> str:
     """The kind of a user's class by its library bases: ``"module"``, ``"data"``, ``"callback"``, ``"other"``; an empty string if it has none."""
     for base in cls.library_bases:
@@ -125,6 +153,8 @@ def object_of_user_class(cls: ClassInfo) -> KnownObject | None:
     if not kind:
         return None
     base = next((base for base in cls.library_bases if KINDS.get(base.name) == kind), None) or cls.library_bases[0]
+    if base.library == TRANSFORMERS:
+        return _of_transformers(base)
     if KINDS.get(base.name) == kind:
         return known_objects()[kind]
     known_object = object_of_library(base, all_names_known=False)
@@ -137,6 +167,8 @@ def object_of_user_class(cls: ClassInfo) -> KnownObject | None:
 
 def object_of_library(api: Api, *, all_names_known: bool = True) -> KnownObject:
     """Describe an instance of a library class, or the class itself; ``all_names_known``: see :attr:`KnownObject.all_names_known`."""
+    if api.library == TRANSFORMERS:
+        return _of_transformers(api)
     match = counterpart(api)
     engine_class, interop_class = (
         cls if isinstance(cls, type) else None for cls in (match.engine_object, match.interop_object)
@@ -181,5 +213,13 @@ def known_objects() -> Mapping[str, KnownObject]:
         "accelerator": replace(
             object_of_library(Api("accelerate", "Accelerator")), advice=engine_advice, differs_in_engine=("step",)
         ),
+        "trainer of transformers": KnownObject(
+            "Trainer", advice=METHODS, uncalled=METHODS, library=TRANSFORMERS, all_names_known=False
+        ),
+        "callback of transformers": KnownObject(
+            "TrainerCallback", advice=EVENTS, uncalled=EVENTS, library=TRANSFORMERS, all_names_known=False
+        ),
+        "control of transformers": KnownObject("control", advice=CONTROL, library=TRANSFORMERS),
+        "state of transformers": KnownObject("state", advice=STATE, library=TRANSFORMERS),
         "fabric": replace(object_of_library(Api("fabric", "Fabric")), advice=engine_advice, library="lightning"),
     }

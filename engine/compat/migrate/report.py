@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,11 @@ from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP
 from engine.compat.migrate.expressions import Use, Walker
 from engine.compat.migrate.imports import ClassInfo, Names
 from engine.compat.migrate.known_objects import kind_of
-from engine.compat.migrate.sources import Unread, read
+from engine.compat.migrate.sources import Source, Unread, read
 
 VERDICTS = (AS_IS, INTEROP, CHANGE)
+INHERITED = "inherited"
+"""The count of classes that need no change themselves, but inherit from one that does."""
 KINDS = {
     "module": "LightningModules",
     "data": "LightningDataModules",
@@ -33,6 +36,8 @@ class ClassReport:
     uses: list[Use]
     inherited: list[Use]
     """The uses in the class's bases and mixins in the sources."""
+    is_cause: bool
+    """Whether a change that the class needs is counted with it: it is in its own body, or in a mixin that it is the first to combine."""
 
     @property
     def package(self) -> str:
@@ -48,6 +53,8 @@ class Report:
     classes: list[ClassReport]
     unread: list[Unread]
     files: int
+    imported: dict[str, tuple[Source, ast.stmt]]
+    """The packages of the libraries that the sources import -> the first place."""
 
     @property
     def works(self) -> bool:
@@ -55,11 +62,16 @@ class Report:
         return not self.unread and all(use.verdict != CHANGE for use in self.uses)
 
     def counts(self, kind: str, package: str | None = None) -> dict[str, int]:
-        """The number of classes of a kind (in ``package``, or in all) per verdict."""
+        """The number of classes of a kind (in ``package``, or in all) per verdict.
+
+        A class that needs a change only because of its base counts under :data:`INHERITED`: once the base is changed it works.
+        """
         counter = Counter(
-            report.verdict for report in self.classes if report.kind == kind and package in (None, report.package)
+            INHERITED if report.verdict == CHANGE and not report.is_cause else report.verdict
+            for report in self.classes
+            if report.kind == kind and package in (None, report.package)
         )
-        return {verdict: counter[verdict] for verdict in VERDICTS}
+        return {verdict: counter[verdict] for verdict in (*VERDICTS, INHERITED)}
 
 
 def migration(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Report:
@@ -71,6 +83,7 @@ def migration(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Report:
     names = Names(sources)
     users = _first_users(names.classes)
     uses: list[Use] = []
+    imported: dict[str, tuple[Source, ast.stmt]] = {}
     for source in sources:
         walker = Walker(source, names, users)
         try:
@@ -79,12 +92,13 @@ def migration(paths: Sequence[Path], exclude: Iterable[str] = ()) -> Report:
             unread.append(Unread(source.path, 0, "an expression in it is nested too deeply"))
             continue
         uses += walker.uses
+        imported |= {name: (source, node) for name, node in walker.imported.items() if name not in imported}
     by_class: dict[ClassInfo, list[Use]] = {}
     for use in uses:
         if use.owner is not None:
             by_class.setdefault(use.owner, []).append(use)
-    classes = [_class_report(cls, by_class) for cls in names.classes if kind_of(cls)]
-    return Report(uses, classes, unread, len(sources))
+    classes = [_class_report(cls, by_class, users) for cls in names.classes if kind_of(cls)]
+    return Report(uses, classes, unread, len(sources), imported)
 
 
 def _first_users(classes: Sequence[ClassInfo]) -> dict[ClassInfo, ClassInfo]:
@@ -101,11 +115,14 @@ def _first_users(classes: Sequence[ClassInfo]) -> dict[ClassInfo, ClassInfo]:
     return users
 
 
-def _class_report(cls: ClassInfo, uses: dict[ClassInfo, list[Use]]) -> ClassReport:
+def _class_report(cls: ClassInfo, uses: dict[ClassInfo, list[Use]], users: dict[ClassInfo, ClassInfo]) -> ClassReport:
     uses_of_class = uses.get(cls, [])
     inherited = [use for base in cls.family[1:] for use in uses.get(base, ())]
     verdicts = {use.verdict for use in (*uses_of_class, *inherited)}
-    return ClassReport(cls, kind_of(cls), max({AS_IS, *verdicts}, key=VERDICTS.index), uses_of_class, inherited)
+    causes = (cls, *(base for base in cls.family[1:] if not kind_of(base) and users.get(base) is cls))
+    is_cause = any(use.verdict == CHANGE for cause in causes for use in uses.get(cause, ()))
+    verdict = max({AS_IS, *verdicts}, key=VERDICTS.index)
+    return ClassReport(cls, kind_of(cls), verdict, uses_of_class, inherited, is_cause)
 
 
 def as_json(report: Report) -> dict[str, Any]:

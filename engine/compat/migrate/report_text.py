@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP
 from engine.compat.migrate.expressions import Use
-from engine.compat.migrate.imports import ClassInfo
-from engine.compat.migrate.report import KINDS, ClassReport, Report
+from engine.compat.migrate.imports import TRANSFORMERS, ClassInfo
+from engine.compat.migrate.report import INHERITED, KINDS, ClassReport, Report
 from engine.compat.migrate.sources import Source
 
 _PHRASES = {AS_IS: "works as is", INTEROP: "works through engine.interop", CHANGE: "needs a change"}
@@ -45,9 +45,22 @@ def lines(report: Report, *, changes_only: bool = False) -> Iterator[str]:
     yield from _summary(report)
     yield ""
     verdicts = {use.verdict for use in report.uses}
-    if not verdicts:
+    if not verdicts and not report.imported:
         yield "No use of Lightning, Accelerate or transformers.Trainer was found: there is nothing to change."
+    elif not verdicts:
+        yield "No use of Lightning, Accelerate or transformers.Trainer was found, but the sources import"
+        yield from (_import_line(name, source, node.lineno) for name, (source, node) in report.imported.items())
     yield from (f"'{verdict}': {meaning}" for verdict, meaning in _LEGEND.items() if verdict in verdicts)
+
+
+def _import_line(name: str, source: Source, line: int) -> str:
+    """Say where a package is imported, and what becomes of the import."""
+    cell, line = source.cell_and_line(line)
+    place = f"{source.path}:{line}" if cell is None else f"{source.path}, cell {cell}:{line}"
+    door = "engine.interop.accelerate" if name == "accelerate" else "engine.interop.lightning"
+    is_kept = name == TRANSFORMERS
+    advice = "its models, tokenizers and data work as they are" if is_kept else f"{door} takes its place"
+    return f"  {name} ({place}): {advice}"
 
 
 def _bases(report: ClassReport) -> str:
@@ -86,14 +99,20 @@ def _joined(places: Iterable[str]) -> str:
 
 
 def _summary(report: Report) -> Iterator[str]:
-    """Yield a table of the numbers of classes: a row for each kind in each package, and a last row for all uses."""
-    yield f"{'package':<24}{'classes':<24}{'count':>6}{'as is':>8}{'interop':>9}{'change':>8}"
+    """Yield a table of the numbers of classes: a row for each kind in each package, and a last row for all uses.
+
+    The last column has the classes that only inherit from one that needs a change; the column is left out if there are none.
+    """
+    has_heirs = any(report.counts(kind)[INHERITED] for kind in KINDS)
+    heading = f"{INHERITED:>11}" if has_heirs else ""
+    yield f"{'package':<24}{'classes':<24}{'count':>6}{'as is':>8}{'interop':>9}{'change':>8}{heading}"
     for package in sorted({class_report.package for class_report in report.classes}):
         for kind, name in KINDS.items():
             counts = report.counts(kind, package)
             if any(counts.values()):
                 yield (
                     f"{package:<24}{name:<24}{sum(counts.values()):>6}{counts[AS_IS]:>8}{counts[INTEROP]:>9}{counts[CHANGE]:>8}"
+                    + (f"{counts[INHERITED]:>11}" if has_heirs else "")
                 )
     totals = [sum(use.verdict == verdict for use in report.uses) for verdict in (AS_IS, INTEROP, CHANGE)]
     yield f"{'all files':<24}{'uses':<24}{sum(totals):>6}{totals[0]:>8}{totals[1]:>9}{totals[2]:>8}"

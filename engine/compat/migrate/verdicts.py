@@ -17,11 +17,20 @@ from engine.compat.migrate.argument_values import (
     log_options,
     trainer_arguments,
 )
-from engine.compat.migrate.counterparts import AS_IS, CHANGE, INTEROP, Counterpart, counterpart, find_in_engine
-from engine.compat.migrate.imports import Api, ClassInfo
+from engine.compat.migrate.counterparts import (
+    AS_IS,
+    CHANGE,
+    INTEROP,
+    Counterpart,
+    counterpart,
+    failed_import,
+    find_in_engine,
+)
+from engine.compat.migrate.imports import TRANSFORMERS, Api, ClassInfo
 from engine.compat.migrate.known_objects import KnownObject
 from engine.compat.migrate.signatures import Member, misfit, rejected, signature, with_parameters_of
 from engine.compat.names import ARGUMENTS, NAMES, OTHERWISE
+from engine.compat.transformers.names import TRAINER_ARGUMENTS, training_argument
 
 
 class Verdict(NamedTuple):
@@ -34,11 +43,15 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Named:
-    """A use of a library's class or function: its name alone, a call (``call``), or a base class (``is_base``)."""
+    """A use of a library's class or function: its name alone, a call (``call``), or as a base class or an object with attributes (``is_used``).
+
+    ``package``: the package, for a name that is read from it as an attribute: ``"lightning.pytorch.callbacks"``.
+    """
 
     api: Api
     call: ast.Call | None = None
-    is_base: bool = False
+    is_used: bool = False
+    package: str = ""
 
     @property
     def library(self) -> str:
@@ -66,6 +79,22 @@ class Attribute:
 
 
 @dataclass(frozen=True)
+class Import:
+    """The statement ``from package import name``, or ``import package`` without a ``name``."""
+
+    package: str
+    name: str
+    library: str
+
+
+@dataclass(frozen=True)
+class LoadedPath:
+    """A call of ``torch.load`` with the path of a checkpoint that a run has written."""
+
+    library = "lightning"
+
+
+@dataclass(frozen=True)
 class CheckpointEntry:
     """A hook reads ``checkpoint[key]`` of Lightning's checkpoint dict."""
 
@@ -83,9 +112,10 @@ class FileName:
 
 @dataclass(frozen=True)
 class Construction:
-    """A user's class calls the constructor of its base class, ``known_object``."""
+    """A call that reaches the constructor of ``base``, from a user's subclass or by a call of it. ``known_object``: what an instance has."""
 
     known_object: KnownObject
+    base: Api
     call: ast.Call
 
     @property
@@ -122,7 +152,15 @@ class SchedulerDict:
         return self.known_object.library
 
 
-Question: TypeAlias = Named | Attribute | CheckpointEntry | FileName | Construction | Definition | SchedulerDict
+Question: TypeAlias = (
+    Named | Import | LoadedPath | Attribute | CheckpointEntry | FileName | Construction | Definition | SchedulerDict
+)
+LOADED = (
+    "a checkpoint is no pickle, which torch.load needs: load_from_checkpoint(path) and ckpt_path=path take it; or set "
+    "engine.interop.lightning.callbacks.ModelCheckpoint.pickles = True before the training, or give save_checkpoint(path, pickle=True): these "
+    "write files for torch.load"
+)
+"""What to do where a script opens a checkpoint with ``torch.load``."""
 PLATEAU = (
     "it steps before the validation that is due at its step, where Lightning's steps after it: the first step needs 'strict': False, "
     "and each one follows the validation before; 'interval': 'epoch' follows the epoch's own validation"
@@ -137,13 +175,13 @@ def verdicts(question: Question) -> Iterator[Verdict]:
             return _judge_name(question)
         case Attribute():
             return _judge_attribute(question)
-        case Construction(known_object, call):
-            callees = [_callee(known_object.engine_class), _callee(known_object.interop_class)]
-            return (
-                _judge_call(f"{known_object.label}.__init__", call, callees)
-                if any(callee.exists for callee in callees)
-                else iter(())
-            )
+        case Import(package, name):
+            reason = failed_import(package, name)
+            return iter([Verdict(f"import {package}.{name}".rstrip("."), CHANGE, reason)] if reason else ())
+        case LoadedPath():
+            return iter([Verdict("torch.load()", CHANGE, LOADED)])
+        case Construction():
+            return _judge_construction(question)
         case CheckpointEntry(key):
             return iter([Verdict(f"checkpoint[{key!r}]", CHANGE, CHECKPOINT[key])] if key in CHECKPOINT else ())
         case FileName(name):
@@ -155,11 +193,40 @@ def verdicts(question: Question) -> Iterator[Verdict]:
             return iter([Verdict("ReduceLROnPlateau", CHANGE, PLATEAU)] if is_different else ())
 
 
+def _judge_construction(question: Construction) -> Iterator[Verdict]:
+    """Judge the arguments of a call that reaches the constructor of a library's class: their values, then their names."""
+    known_object, call = question.known_object, question.call
+    label = f"{known_object.label}.__init__"
+    callees = [_callee(known_object.engine_class), _callee(known_object.interop_class)]
+    if question.base.library == TRANSFORMERS:
+        yield from _arguments_of_transformers(question.base.name, call)
+    elif reason := _refused_values(question.base, call, counterpart(question.base)):
+        yield Verdict(f"{label}()", CHANGE, reason)
+    elif any(callee.exists for callee in callees):
+        yield from _judge_call(label, call, callees)
+
+
+def _arguments_of_transformers(name: str, call: ast.Call) -> Iterator[Verdict]:
+    """Yield where the arguments of a ``Trainer`` or of ``TrainingArguments`` of transformers go; those without an effect here are left out."""
+    for keyword in call.keywords:
+        if keyword.arg is not None:
+            is_trainer = name.endswith("Trainer")
+            sentence = TRAINER_ARGUMENTS.get(keyword.arg) if is_trainer else training_argument(keyword.arg)
+            if sentence:
+                yield Verdict(f"{name}({keyword.arg}=)", CHANGE, sentence)
+
+
 def _judge_name(question: Named) -> Iterator[Verdict]:
     """Judge a use of a library's class or function: first classes that cannot be instantiated here, then bad argument values, then the arguments."""
     api, call = question.api, question.call
     match = counterpart(api)
-    if match.refused and (call is not None or question.is_base):
+    if question.package and (reason := failed_import(question.package, api.name)) and match.verdict != CHANGE:
+        yield Verdict(f"{question.package}.{api.name}", CHANGE, reason)
+    elif api.library == TRANSFORMERS:
+        yield Verdict(api.name, CHANGE, match.sentence)
+        if call is not None and api.name.endswith(("Trainer", "TrainingArguments")):
+            yield from _arguments_of_transformers(api.name, call)
+    elif match.refused and (call is not None or question.is_used):
         yield Verdict(api.name, CHANGE, match.refused)
     elif call is None or match.verdict == CHANGE:
         yield Verdict(api.name, match.verdict, match.sentence)

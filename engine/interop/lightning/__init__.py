@@ -7,7 +7,6 @@ file of :mod:`engine.compat.lightning`.
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
 
 from engine.compat.lightning import callbacks as callbacks
 from engine.compat.lightning import cli as cli
@@ -18,19 +17,21 @@ from engine.compat.lightning import trainer as trainer
 from engine.compat.lightning import utilities as utilities
 from engine.compat.lightning.adapters import adapt as adapt
 from engine.compat.lightning.callback import Callback as Callback
+from engine.compat.lightning.door import DOOR as _door
 from engine.compat.lightning.module import LightningDataModule as LightningDataModule
 from engine.compat.lightning.module import LightningModule as LightningModule
-from engine.compat.lightning.names import ABSENT, MODULES, TOP
+from engine.compat.lightning.names import MODULES
 from engine.compat.lightning.trainer import Trainer as Trainer
 from engine.compat.lightning.utilities import seed_everything as seed_everything
 from engine.data.combined import CombinedLoader as CombinedLoader
-from engine.interop import Moved, moved
+from engine.interop import moved
 
 pytorch = sys.modules[__name__]
 profilers = serve = callbacks
 tuner = accelerators = loops = plugins = utilities
 moved(__name__, "engine.compat.lightning")
-Moved.absent |= {f"{__name__}.{prefix}{name}": ABSENT[name] for name in ABSENT for prefix in ("", "pytorch.")}
+sys.meta_path.append(_door)
+_door.complete(pytorch, "pytorch", "")
 sys.modules[f"{__name__}.pytorch"] = pytorch
 for _part, _paths in MODULES.items():
     _file = globals()[_part]
@@ -39,10 +40,6 @@ for _part, _paths in MODULES.items():
             _class.__module__ = (
                 f"{__name__}.{_part}"  # so that saved settings and messages name the path that users import
             )
+    _door.complete(_file, *(f"pytorch.{path}" for path in _paths.split()))
     for _path in _paths.split():
         sys.modules[f"{__name__}.{_path}"] = sys.modules[f"{__name__}.pytorch.{_path}"] = _file
-
-
-def __getattr__(name: str) -> NoReturn:
-    sentence = f": {TOP[name]}" if name in TOP else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{sentence}")

@@ -172,6 +172,28 @@ def test_a_hook_that_is_never_called_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, callbacks=OldCallback()).run(Weight(), ones(1))
 
 
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        *(("test_epoch_end", {"test"}), ("test_step_end", {"test"}), ("on_test_dataloader", {"test"})),
+        *(("predict_epoch_end", {"predict"}), ("on_predict_dataloader", {"predict"})),
+        *(("validation_epoch_end", {"fit", "validate"}), ("on_val_dataloader", {"fit", "validate"})),
+        *(("training_step_end", {"fit"}), ("tbptt_split_batch", {"fit"}), ("on_pretrain_routine_start", {"fit"})),
+        ("on_keyboard_interrupt", {"fit", "validate", "test", "predict"}),
+    ],
+)
+def test_an_old_hook_matters_only_to_a_run_that_would_call_it(name: str, stages: set[str], tmp_path: Path) -> None:
+    old = type("Old", (Weight,), {name: lambda self, *args: None})
+    found, trainer = set(), fit(tmp_path)
+    for stage, run in zip(("fit", "validate", "test", "predict"), (trainer.run, trainer.validate, trainer.test, trainer.predict), strict=True):
+        try:
+            run(old(), ones(1))
+        except TypeError as error:
+            assert str(error).startswith(f"Old defines {name}, which is not called: define ")  # noqa: PT017
+            found.add(stage)
+    assert found == stages
+
+
 def test_a_method_of_its_own_with_an_old_hooks_name_is_left_alone(tmp_path: Path) -> None:
     class Own(Weight):
         def on_epoch_end(self, outputs: Any) -> None: ...
@@ -307,7 +329,7 @@ def test_a_method_that_the_class_calls_itself_is_its_own() -> None:
         def on_epoch_end(self) -> None:
             super().on_epoch_end()
 
-    refuse_replaced(Own())
+    refuse_replaced("fit", Own())
     for old in (Old(), Later()):
         with pytest.raises(TypeError, match="defines on_epoch_end, which is not called"):
-            refuse_replaced(old)
+            refuse_replaced("fit", old)

@@ -106,8 +106,17 @@ def test_a_strategy_is_known_by_its_class() -> None:
     assert isinstance(made, DDPStrategy)
     assert not isinstance("ddp", DDPStrategy)
     assert not isinstance(FSDPStrategy(), DDPStrategy)
-    with pytest.raises(TypeError, match=r"class Mine\(DDPStrategy\): subclass engine.DDP"):
-        type(DDPStrategy)("Mine", (DDPStrategy,), {})
+
+
+def test_a_strategy_of_ones_own_is_an_error_only_when_it_is_used() -> None:
+    class Mine(DDPStrategy):
+        def __init__(self, more: int) -> None: ...
+
+    class Later(Mine): ...
+
+    for kind in (Mine, Later):
+        with pytest.raises(TypeError, match=rf"{kind.__name__}\(.*\): subclass engine.DDP, whose methods differ"):
+            kind(1)
 
 
 def test_an_experiment_on_rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:

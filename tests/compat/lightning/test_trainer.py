@@ -181,7 +181,6 @@ def test_each_rank_of_several_needs_loaders_that_say_that_they_are_divided(tmp_p
     ("given", "counterpart"),
     [
         ({"plugins": ["x"]}, "precision"),
-        ({"reload_dataloaders_every_n_epochs": 2}, "set_epoch"),
         ({"enable_autolog_hparams": False}, "logger"),
         ({"model_registry": "x"}, "on_save_checkpoint"),
         ({"strategy": "xla"}, "possible: ddp"),

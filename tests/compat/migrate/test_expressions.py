@@ -86,6 +86,63 @@ class B(pl.callbacks.ModelCheckpoint):
     ]
 
 
+def test_arguments_of_a_callback_that_are_no_trainer(tmp_path: Path) -> None:
+    text = f"""\
+{HEAD}
+class A(pl.Callback):
+    def __init__(self, first, second):
+        first.no_such_name, second.fabric
+    def load_state_dict(self, state):
+        state.no_such_name
+    def of_mine(self, first, second):
+        first.no_such_name
+    def on_load_checkpoint(self, t, m, state):
+        state.no_such_name
+        t.no_such_name
+"""
+    assert [line for line, _, verdict in uses_of(tmp_path, text) if verdict == CHANGE] == [12]
+
+
+def test_a_trainer_that_an_object_holds(tmp_path: Path) -> None:
+    text = f"""\
+{HEAD}
+class Holds:
+    def __init__(self, trainer: pl.Trainer):
+        self.given, self.later = trainer, None
+        self.kept = trainer
+        self.made = pl.Trainer()
+class Outer:
+    def __init__(self):
+        self.inner = Holds(None)
+    def run(self, other: Holds):
+        self.inner.made.no_such_name
+        other.kept.no_such_name
+"""
+    assert [line for line, _, verdict in uses_of(tmp_path, text) if verdict == CHANGE] == [12, 13]
+
+
+def test_attributes_for_whose_lack_a_source_is_prepared(tmp_path: Path) -> None:
+    text = f"""\
+{HEAD}
+class Net(pl.LightningModule):
+    def on_fit_start(self):
+        try:
+            self.trainer.no_such_name
+        except AttributeError:
+            self.trainer.another_name
+        if hasattr(self.trainer, "num_gpus"):
+            self.trainer.num_gpus
+        return self.trainer.device if hasattr(self.trainer, "device") else None
+def f(either: pl.Trainer | list, trainer: "pl.Trainer | None"):
+    either.no_such_name
+    trainer.no_such_name
+if pl.__version__.startswith("2"): ...
+"""
+    found = [(line, name) for line, name, verdict in uses_of(tmp_path, text) if verdict == CHANGE]
+    assert [each for each in found if each[0] != 15] == [(14, "Trainer.no_such_name")]
+    assert all(name.endswith("__version__") for line, name in found if line == 15)
+
+
 def test_a_trainer(tmp_path: Path) -> None:
     text = f"""\
 {HEAD}
@@ -144,6 +201,7 @@ def test_an_accelerator(tmp_path: Path) -> None:
             accelerator.wait_for_everyone()
     """
     assert uses_of(tmp_path, text) == [
+        (3, "import accelerate.utils.no_such_helper", CHANGE),
         (5, "Accelerator", INTEROP),
         (6, "Accelerator", INTEROP),
         (7, "Accelerator.backward", AS_IS),

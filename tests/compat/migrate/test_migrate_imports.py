@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from reported import classes, report_of, uses_of
+from reported import changes, classes, report_of, uses_of
 
 BODY = "    def training_step(self, batch, batch_idx): ...\n"
 
@@ -105,6 +105,39 @@ def test_what_is_nested_too_deeply_costs_its_file_alone(tmp_path: Path, text: st
     report = report_of(tmp_path, net=f"import lightning\n{text}\n", other="import lightning\nlightning.Trainer()\n")
     assert [each.message for each in report.unread] == ["an expression in it is nested too deeply"]
     assert [use.name for use in report.uses] == ["Trainer"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("from lightning.pytorch.utilities.no_such import thing", "there is no module engine.interop.lightning"),
+        ("from lightning.pytorch.callbacks import NoSuch", "has no 'NoSuch'"),
+        ("import accelerate.no_such", "there is no module engine.interop.accelerate.no_such"),
+        ("import lightning.pytorch as pl\npl.callbacks.NoSuch", ""),
+        ("import lightning as L\nL.Fabric()", "use engine.Engine"),
+        (
+            "if x:\n    from pytorch_lightning.no_such import thing",
+            "there is no module engine.interop.lightning.no_such",
+        ),
+    ],
+)
+def test_an_import_that_would_fail_is_named(tmp_path: Path, text: str, said: str) -> None:
+    ((_, sentence),) = changes(tmp_path, text).items()
+    assert said in sentence
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "try:\n    from lightning.no_such import thing\nexcept (ImportError, OSError):\n    thing = None",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lightning.no_such import thing",
+        "from contextlib import suppress\nwith suppress(ImportError):\n    import lightning.no_such",
+        "from lightning.pytorch.utilities import rank_zero_only\nrank_zero_only.rank",
+        "import accelerate\naccelerate.utils.DistributedType.NO",
+    ],
+)
+def test_an_import_that_may_fail_or_works_needs_no_change(tmp_path: Path, text: str) -> None:
+    assert changes(tmp_path, text) == {}
 
 
 def test_a_name_of_another_library_is_no_use(tmp_path: Path) -> None:

@@ -23,13 +23,20 @@ FILES = {
 
 def test_counts(tmp_path: Path) -> None:
     report = report_of(tmp_path, **FILES)
-    assert report.counts("module") == {"as is": 1, "interop": 0, "change": 2}
-    assert report.counts("data", "pkg") == {"as is": 1, "interop": 0, "change": 0}
-    assert report.counts("callback") == {"as is": 0, "interop": 1, "change": 0}
+    assert report.counts("module") == {"as is": 1, "interop": 0, "change": 1, "inherited": 1}
+    assert report.counts("data", "pkg") == {"as is": 1, "interop": 0, "change": 0, "inherited": 0}
+    assert report.counts("callback") == {"as is": 0, "interop": 1, "change": 0, "inherited": 0}
     assert sum(report.counts("other", "other").values()) == 1
-    assert report.counts("module", "other") == {"as is": 0, "interop": 0, "change": 0}
+    assert not any(report.counts("module", "other").values())
     assert not report.works
     assert report_of(tmp_path / "fresh", net=BASE).works
+
+
+def test_a_change_of_a_mixin_counts_once(tmp_path: Path) -> None:
+    heirs = "".join(f"class Net{i}(Mixin, L.LightningModule): ...\n" for i in range(3))
+    mixin = "class Mixin:\n    def training_epoch_end(self, outputs): ...\n"
+    report = report_of(tmp_path, net=f"import lightning as L\n{mixin}{heirs}")
+    assert report.counts("module") == {"as is": 0, "interop": 0, "change": 1, "inherited": 2}
 
 
 def test_json(tmp_path: Path) -> None:
@@ -37,7 +44,7 @@ def test_json(tmp_path: Path) -> None:
     found = json.loads(json.dumps(as_json(report_of(tmp_path, **FILES))))
     assert found["files"] == len(FILES) + 2  # two __init__.py
     assert [(each["path"], each["line"]) for each in found["unread"]] == [(str(tmp_path / "bad.py"), 1)]
-    assert found["summary"]["pkg"]["module"] == {"as is": 1, "interop": 0, "change": 2}
+    assert found["summary"]["pkg"]["module"] == {"as is": 1, "interop": 0, "change": 1, "inherited": 1}
     heir = next(each for each in found["classes"] if each["name"] == "Heir")
     assert (heir["kind"], heir["line"], heir["verdict"]) == ("module", 4, "change")
     (change,) = heir["changes"]

@@ -22,6 +22,7 @@ from engine.compat.lightning.names import CLASSES
 from engine.compat.lightning.trainer_view import TrainerView
 from engine.compat.migrate.signatures import OURS, Member, member, set_by, signature
 from engine.compat.migrate.stand_ins import FILE
+from engine.compat.refusals import refused_class
 from engine.interop import Moved
 
 NOT_LITERAL = "..."
@@ -60,6 +61,8 @@ class Table:
         """One object: a class, a function, a part of the library, or something else, of which nothing is asked."""
         if isinstance(value, types.ModuleType):
             return {"module": path_of(value)} if path_of(value).startswith(PACKAGES) else {}
+        if isinstance(value, types.FunctionType) and "refused" in vars(value):
+            value = refused_class(value.stands_for, value.refused, value.__module__)  # type: ignore[attr-defined]
         if isinstance(value, type) and (
             _is_ours(value) or "refused" in vars(value) or value.__module__.startswith("torch.nn")
         ):

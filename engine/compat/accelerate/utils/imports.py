@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from typing import Any
 
 import torch
+from torch import distributed as dist
 
+from engine.compat.key_file import flag
 from engine.utils import accelerator
+
+_DEVICES = ("cuda", "mps", "xpu", "npu", "hpu", "mlu", "musa", "sdaa", "neuron")
+_PACKAGES = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "fp8": ("torchao", "transformer_engine", "msamp"),
+    "lomo": ("lomo_optim",),
+    "torchdata_stateful_dataloader": ("torchdata.stateful_dataloader",),
+    **dict.fromkeys(("bnb", "4bit_bnb", "8bit_bnb"), ("bitsandbytes",)),
+}
+"""What is asked for -> the packages one of which it needs, unless its name is the package's."""
+_OF_TORCH = ("weights_only", "pippy", "numpy")
+"""What every torch that this library supports has."""
 
 
 def available(what: str) -> bool:
@@ -14,6 +30,33 @@ def available(what: str) -> bool:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if what in ("bf16", "fp16"):
         return accelerator.autocasts_to(device, torch.bfloat16) if what == "bf16" else device.type != "cpu"
-    if what in ("cuda", "mps", "xpu", "npu", "hpu", "mlu", "musa", "sdaa"):
+    if what in _DEVICES:
         return device.type == what
-    return importlib.util.find_spec({"torch_xla": "torch_xla", "bnb": "bitsandbytes"}.get(what, what)) is not None
+    if what == "rocm":
+        return torch.version.hip is not None and device.type == "cuda"
+    if what == "torch_distributed":
+        return dist.is_available()
+    if what == "xccl":
+        return dist.is_available() and dist.is_xccl_available()
+    if what == "megatron_lm":
+        return flag(os.environ.get("ACCELERATE_USE_MEGATRON_LM", "")) and _is_installed("megatron")
+    if what == "rich" and not flag(os.environ.get("ACCELERATE_ENABLE_RICH", "")):
+        return False
+    return what in _OF_TORCH or any(map(_is_installed, _PACKAGES.get(what, (what,))))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the package around it is missing
+        return False
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith("is_") or not name.endswith("_available"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def is_available(*args: Any, **kwargs: Any) -> bool:
+        return available(name[3:-10])
+
+    return is_available
