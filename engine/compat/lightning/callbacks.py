@@ -340,7 +340,7 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
     @property
     def best_k_models(self) -> dict[str, Any]:
         """Path -> score of the ``save_top_k`` best checkpoints, best first; empty without ``monitor``, as in Lightning."""
-        kept = own.ModelCheckpoint.best_k_models.fget(self).items() if self.monitor is not None else ()  # type: ignore[attr-defined]
+        kept = super().best_k_models.items() if self.monitor is not None else ()
         scores = {path: None if score is None else self._as_score(score) for path, score in kept}
         return scores if self.save_top_k == -1 else dict(islice(scores.items(), self.save_top_k))
 
@@ -390,7 +390,7 @@ class EarlyStopping(NamesReason, Callback, own.EarlyStopping):
         self._at_train_epoch_end, self._after_validations = check_on_train_epoch_end, False
 
     @property
-    def stopped_epoch(self) -> int:  # type: ignore[override]
+    def stopped_epoch(self) -> int:
         """The epoch (from 0) in which this callback stopped the training; 0 if it did not."""
         return self._stopped_epoch or 0
 

@@ -106,8 +106,11 @@ def counts_of_streams(L: Any, folder: Path) -> Any:
     return of_validation, fitted.num_training_batches, fitted.num_test_batches, whole.num_training_batches
 
 
+MADE: tuple[dict[str, Any], ...] = {"max_epochs": -1}, {"max_epochs": 2}, {"max_steps": 3}, {"fast_dev_run": 2}
+
+
 def limits(L: Any, folder: Path) -> Any:
-    made = (trainer(L, folder, **options) for options in ({"max_epochs": -1}, {"max_epochs": 2}, {"max_steps": 3}))
+    made = (trainer(L, folder, **options) for options in MADE)
     return [(fitted.max_steps, fitted.fit_loop.max_steps) for fitted in made]
 
 
