@@ -106,8 +106,11 @@ def counts_of_streams(L: Any, folder: Path) -> Any:
     return of_validation, fitted.num_training_batches, fitted.num_test_batches, whole.num_training_batches
 
 
+MADE: tuple[dict[str, Any], ...] = {"max_epochs": -1}, {"max_epochs": 2}, {"max_steps": 3}, {"fast_dev_run": 2}
+
+
 def limits(L: Any, folder: Path) -> Any:
-    made = (trainer(L, folder, **options) for options in ({"max_epochs": -1}, {"max_epochs": 2}, {"max_steps": 3}))
+    made = (trainer(L, folder, **options) for options in MADE)
     return [(fitted.max_steps, fitted.fit_loop.max_steps) for fitted in made]
 
 
@@ -161,8 +164,11 @@ def averages(L: Any, folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     "case",
-    [default_dtypes, counts_of_streams, limits, stops_that_wait, callbacks_of_the_module, averages],
-    ids=lambda case: str(case.__name__),
+    [
+        *(default_dtypes, counts_of_streams, limits, stops_that_wait, callbacks_of_the_module),
+        pytest.param(averages, marks=pytest.mark.slow),
+    ],
+    ids=lambda case: str(getattr(case, "__name__", case)),
 )
 def test_details_are_lightnings(case: Case, tmp_path: Path) -> None:
     theirs, ours = (quietly(case, library, tmp_path / name) for name, library in (("theirs", THEIRS), ("ours", OURS)))
