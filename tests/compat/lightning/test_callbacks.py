@@ -234,14 +234,13 @@ def test_predictions_are_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "instead"),
     [
-        (lambda: callbacks.LearningRateFinder(), NotImplementedError, "find_lr"),
         (lambda: callbacks.RichProgressBar(theme="x"), ValueError, "console"),
         (lambda: callbacks.WeightAveraging(device="cpu"), ValueError, "device of the weights"),
         (lambda: callbacks.ModelCheckpoint(every_n_epochs=2, every_n_train_steps=3), ValueError, "one of them"),
         (lambda: callbacks.LambdaCallback(on_nothing=print), TypeError, "not an event"),
         (lambda: loggers.CSVLogger("x", prefix="y"), ValueError, "names that you log"),
         (lambda: strategies.FSDPStrategy(sharding_strategy="NO_SHARD"), ValueError, "ddp"),
-        (lambda: utilities.Tuner(None), NotImplementedError, "find_batch_size"),
+        (lambda: callbacks.ModelPruning("x"), NotImplementedError, "callbacks.Pruning"),
     ],
 )
 def test_what_has_no_counterpart_says_what_to_use(make: Any, error: type[Exception], instead: str) -> None:
