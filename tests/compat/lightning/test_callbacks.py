@@ -20,7 +20,7 @@ from both import OURS, THEIRS, data, module, quietly, trainer
 from engine import Fit
 from engine.compat.lightning.arguments import CALLBACKS, LOGGERS, STRATEGIES
 from engine.compat.lightning.strategy_arguments import strategy
-from engine.interop.lightning import callbacks, loggers, strategies, utilities
+from engine.interop.lightning import callbacks, loggers, strategies
 
 
 def test_every_callback_of_lightning_has_its_name() -> None:
