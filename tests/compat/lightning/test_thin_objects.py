@@ -512,6 +512,15 @@ def test_on_step_in_an_evaluation_reports_the_epochs_value(tmp_path: Path) -> No
     assert results == [{"test": 1.5}]
 
 
+@pytest.mark.parametrize(("stage", "event"), [("test", "on_test_end"), ("validate", "on_validation_end")])
+def test_a_value_after_the_end_of_an_evaluation_is_not_lost_silently(stage: str, event: str, tmp_path: Path) -> None:
+    Net = type("Net", (OurNet,), {event: lambda self: self.log("late", 1.0)})
+    with pytest.warns(
+        UserWarning, match=rf"log\('late'\) after the \w+'s epoch is not reported: log it in {event[:-3]}epoch_end"
+    ):
+        getattr(trainer(OURS, tmp_path), stage)(Net(), loader(), verbose=False)
+
+
 def test_a_plateau_scheduler_that_the_module_steps_needs_no_monitor(tmp_path: Path) -> None:
     def ask(L: Any, folder: Path) -> Any:
         class Net(net(L)):  # type: ignore[misc]

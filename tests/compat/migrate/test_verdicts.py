@@ -73,7 +73,7 @@ def test_what_works_in_a_module(tmp_path: Path, body: str) -> None:
 
 
 def test_a_class_that_can_only_be_named(tmp_path: Path) -> None:
-    text = "from lightning.pytorch.callbacks import BatchSizeFinder as F\nis_one = isinstance(x, F)\nF()\nclass Mine(F): ...\n"
+    text = "from lightning.pytorch.callbacks import ModelPruning as F\nis_one = isinstance(x, F)\nF()\nclass Mine(F): ...\n"
     found = [(line, verdict) for line, _, verdict in uses_of(tmp_path, text)]
     assert found == [(2, INTEROP), (3, CHANGE), (4, CHANGE)]
 

@@ -39,7 +39,7 @@ class Net(L.LightningModule):
 
 
 CLASSES = {
-    "a callback": (L.pytorch.callbacks.timer.Timer, r"Timer has no counterpart: give Trainer\(max_time="),
+    "a callback": (L.pytorch.callbacks.pruning.ModelPruning, r"ModelPruning has no counterpart: use callbacks.Pruning"),
     "a strategy": (L.strategies.XLAStrategy, "XLAStrategy has no counterpart: XLA devices are not supported"),
     "an environment": (L.plugins.environments.SLURMEnvironment, "SLURMEnvironment has no counterpart: .*"),
     "a profiler": (L.profilers.AdvancedProfiler, "AdvancedProfiler has no counterpart: use SimpleProfiler"),
@@ -88,8 +88,8 @@ def test_a_function_and_an_object() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"callbacks": [L.callbacks.Timer]},
-        {"callbacks": L.callbacks.Timer},
+        {"callbacks": [L.callbacks.ModelPruning]},
+        {"callbacks": L.callbacks.ThroughputMonitor},
         {"strategy": L.strategies.XLAStrategy},
         {"plugins": [L.plugins.environments.SLURMEnvironment]},
         {"profiler": L.profilers.AdvancedProfiler},
