@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -401,8 +401,12 @@ class Walker(ast.NodeVisitor):
         for statement in node.body:
             self.visit(statement)
         self._import_may_fail = outer
+        values = dict(self._values.maps[0])
         for statement in node.orelse:
             self.visit(statement)
+        for name in _names_with_values(node.body) & _names_with_values(node.orelse):
+            if self._values.maps[0].get(name) != values.get(name):  # it depends on the condition
+                self._values.maps[0].pop(name, None)
         self._constants.leave_branch(tested)
         del self._tested_attributes[len(self._tested_attributes) - len(attributes) :]
 
@@ -512,6 +516,19 @@ def _tested_attributes(test: ast.expr) -> Iterator[str]:
     for node in ast.walk(test):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "hasattr" and len(node.args) == 2:
             yield str(getattr(node.args[1], "value", ""))
+
+
+def _names_with_values(branch: Sequence[ast.stmt]) -> set[str]:
+    """The names to which the statements assign something else than ``None``."""
+    assignments = (node for statement in branch for node in ast.walk(statement) if isinstance(node, ast.Assign))
+    return {
+        target.id
+        for node in assignments
+        if not _is_none(node.value)
+        for each in node.targets
+        for target in ast.walk(each)
+        if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
+    }
 
 
 def _is_none(node: ast.expr) -> bool:

@@ -49,8 +49,9 @@ def _places(path: str) -> Iterator[tuple[PeerNames, str]]:
     """The other trainer's modules that ``path`` may stand for: ``lightning.pytorch``'s modules stand directly in our package, too."""
     package = _package(path)
     inner = path.removeprefix(package).lstrip(".")
-    homes = ("pytorch", "") if package == _LIGHTNING and f"{inner}.".partition(".")[0] != "pytorch" else ("",)
-    for home in homes:
-        place = ".".join(filter(None, (home, inner)))
+    places = [inner]
+    if package == _LIGHTNING:
+        places = [*(("pytorch", "") if inner in ("pytorch", "") else (f"pytorch.{inner}", inner))]
+    for place in places:
         if place in _PEERS[package].modules:
             yield _PEERS[package], place
