@@ -304,7 +304,9 @@ class BlockOrder(FSDPSteps):
 
     def _reduces_no_more(self, running: Pass) -> bool:
         """Whether the pass reduces nothing after the present block."""
-        return not self._has_trained_apart() and not any(step < 0 and self._blocks[~step].is_trained for step in running.left())
+        return not self._has_trained_apart() and not any(
+            step < 0 and self._blocks[~step].is_trained for step in running.left()
+        )
 
     def run_step(self, step: int, running: Pass) -> None:
         """Make a step that this rank leaves out."""
