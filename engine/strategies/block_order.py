@@ -295,13 +295,15 @@ class BlockOrder(FSDPSteps):
         self._begun.discard(number)
         if block.reduces:
             self._unreached.add(block.zero_missing(), block.parameters)
-            if self._unreached.missing and block.reduces_fully and not self._apart and self._reduces_no_more(running):
+            if self._unreached.missing and block.reduces_fully and self._reduces_no_more(running):
                 self._unreached.ask()
         block.end_backward()
 
     def _reduces_no_more(self, running: Pass) -> bool:
-        """Whether the pass reduces no block after the present one."""
-        return not any(step < 0 and self._blocks[~step].is_trained for step in running.left())
+        """Whether the pass reduces nothing after the present block."""
+        return not self._has_trained_apart() and not any(
+            step < 0 and self._blocks[~step].is_trained for step in running.left()
+        )
 
     def run_step(self, step: int, running: Pass) -> None:
         """Make a step that this rank leaves out."""
@@ -330,7 +332,7 @@ class BlockOrder(FSDPSteps):
             running.complete()
             self._check_complete()
             reduces = [block for block in self._blocks if block.reduces_fully]
-            if reduces and self._apart:
+            if reduces and self._has_trained_apart():
                 self._average_apart()
             finish()
         finally:
@@ -354,6 +356,9 @@ class BlockOrder(FSDPSteps):
                 f"the backward pass added to gradients of {self._names(late)} after FSDP had reduced them, because other blocks began in between. "
                 "Blocks must run in one order, and use their parameters in their own forward pass only"
             )
+
+    def _has_trained_apart(self) -> bool:
+        return any(p.requires_grad for p in self._apart)
 
     def _average_apart(self) -> None:
         """Average the gradients of the parameters that FSDP ignores; averaging those that are averaged already does no harm."""

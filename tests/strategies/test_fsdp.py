@@ -401,6 +401,7 @@ CONDITIONAL: dict[str, tuple[int, dict[str, Any]]] = {
     "kept gathered": (1, {"reshard_after_forward": False}),
     "reduced each time": (2, {"reduce_each_micro_batch": True}),
     "some whole": (1, {"ignore": "layers.*.norm.*"}),
+    "frozen ones whole": (1, {"ignore": "frozen.0.*"}),
 }
 
 
