@@ -153,8 +153,8 @@ class Engine:
             "compile": plain_text(compile),
             "sync_batchnorm": str(sync_batchnorm),
         }
-        own = [torch.initial_seed() if seed is None else seed, sum_of(settings)]
-        seeds, sums = zip(*collectives.gather_json(self.group, own), strict=True)
+        row = [torch.initial_seed() if seed is None else seed, sum_of(settings)]
+        seeds, sums = zip(*collectives.gather_json(self.group, row), strict=True)
         if len(set(sums)) > 1:
             check_equal(self.group, "settings", settings, "Give all ranks the same")
         data_seed = seeds[0]

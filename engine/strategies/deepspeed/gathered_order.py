@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.distributed import process_groups
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.strategies.block_order import MOST_PASSES, wait_at_new_place
+from engine.utils import torch_private
 
 # A step is the number of a module, which is gathered; in a backward pass also the complement of the number: ~3 gathers module 3 for a recomputation
 # of its forward pass (activation checkpointing).
@@ -52,7 +55,7 @@ def merged(runs: Sequence[Sequence[_Item]], guess: dict[_Item, int]) -> tuple[li
     order = list(runs[0])
     unsure: set[int] = set()
     for run in runs[1:]:
-        placed, own, at = set(order), set(run), 0
+        placed, in_run, at = set(order), set(run), 0
         for item in run:
             if item in placed:
                 place = order.index(item)
@@ -60,7 +63,7 @@ def merged(runs: Sequence[Sequence[_Item]], guess: dict[_Item, int]) -> tuple[li
                     unsure.add(item[0])
                 at = max(at, place + 1)
                 continue
-            while at < len(order) and order[at] not in own and guess.get(order[at], -1) < guess.get(item, len(guess)):
+            while at < len(order) and order[at] not in in_run and guess.get(order[at], -1) < guess.get(item, len(guess)):
                 at += 1
             order.insert(at, item)
             at += 1
@@ -104,7 +107,11 @@ class GatheredOrder:
     """
 
     def __init__(self, root: nn.Module, ranks: Group, wrapper: Any) -> None:
-        self._root, self._ranks = root, ranks
+        self._root = root
+        self._ranks = copy.copy(ranks)
+        # Of its own, because DeepSpeed's collectives of a rank that does not come to an exchange here must not pair with it.
+        everybody = [list(range(ranks.world_size))]
+        self._ranks.cpu = ranks.made_once(("gathered order",), lambda: process_groups.on_cpu(everybody))
         self._offload = getattr(wrapper, "parameter_offload", wrapper)
         self._coordinator = self._offload.get_param_coordinator()
         self._modules = [module for module in root.modules() if hasattr(module, "ds_id")]
@@ -175,7 +182,7 @@ class GatheredOrder:
         self._backward = Pass(self._orders[key], "backward")
         self._in_backward.clear()
         # For a pass that is none for DeepSpeed: one through a frozen model.
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward_pass)  # type: ignore[attr-defined]
+        torch_private.call_after_backward(self.end_backward_pass)
         return self._backward
 
     def end_backward_pass(self) -> None:
@@ -312,8 +319,9 @@ class GatheredOrder:
     def _restore(self, step: int, held: list[tuple[Any, Tensor]]) -> None:
         """Give a module the values that were gathered for it before."""
         module = self._modules[max(step, ~step)]
-        inflight = self._root.ds_inflight_param_registry
-        restored = self._restored[step] = []
+        inflight: Any = self._root.ds_inflight_param_registry
+        restored: list[Any] = []
+        self._restored[step] = restored
         for parameter, value in held:
             if parameter in inflight:
                 inflight.pop(parameter).wait()

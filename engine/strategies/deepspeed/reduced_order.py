@@ -79,9 +79,10 @@ class ReducedOrder:
 
 
 class ShardedReducedOrder:
-    """The same for stage 3, as for stage 2; besides, a parameter that no rank reaches would be stepped with the gradient of an earlier step.
+    """Lets all ranks reduce the gradients of stage 3 in one order, as :class:`ReducedOrder` does for stage 2.
 
-    The first pass takes the order in which the modules are gathered for it.
+    A parameter that no rank reaches gets a zero, too, also in a single process: DeepSpeed would step it with the gradient of an earlier step. The
+    first pass takes the order in which the modules are gathered for it.
 
     Args:
         ranks: the ranks that reduce gradients together.
@@ -146,7 +147,7 @@ class ShardedReducedOrder:
 
 
 def _with_unreached(reached: list[int], count: int) -> list[int]:
-    """The order with the parameters that rank 0 has not reached: each before those that come before it in the model, as in a backward pass."""
+    """Put the parameters that rank 0 has not reached into the order: each before those that come before it in the model, as in a backward pass."""
     order = list(reached)
     for number in sorted(set(range(count)) - set(reached)):
         order.insert(next((at for at, other in enumerate(order) if other < number), len(order)), number)
