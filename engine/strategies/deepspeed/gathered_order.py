@@ -122,7 +122,7 @@ class GatheredOrder:
         self._passes: list[Order] = []  # forward passes since the last backward pass
         self._backwards = 0  # backward passes since the last forward pass
         self._to_come = Counter[int]()  # modules whose forward pass had gradients, and whose backward pass has not come
-        self._running: list[bool] = []  # of the modules that run now: whether they have parameters
+        self._running: list[bool] = []  # of the modules that run now: whether they were gathered for it
         self._in_backward: set[int] = set()
         self._restored: dict[int, list[Any]] = {}
         self._follow()
@@ -152,6 +152,7 @@ class GatheredOrder:
 
     def _begin_forward_pass(self, module: nn.Module, inputs: Any) -> None:
         self._backward = None  # an error may have ended one early
+        self._in_backward.clear()
         self._running.clear()
         self._restored.clear()
         has_grad = torch.is_grad_enabled()
@@ -190,6 +191,7 @@ class GatheredOrder:
         running, self._backward = self._backward, None
         if running is not None:
             self._backwards += 1
+            self._in_backward.clear()  # DeepSpeed releases what is left
             self._end(running)
 
     def _end(self, running: Pass) -> None:
@@ -204,11 +206,12 @@ class GatheredOrder:
 
     def _begin_forward(self, module: nn.Module) -> None:
         _module_stack().append(module)
-        has_parameters = bool(self._parameters(module))
-        self._running.append(has_parameters)
-        if not has_parameters:
-            return
         number = self._numbers[id(module)]
+        # A module whose forward pass is recomputed within its backward pass has its parameters already.
+        is_step = bool(self._parameters(module)) and number not in self._in_backward
+        self._running.append(is_step)
+        if not is_step:
+            return
         if self._forward is not None:
             if torch.is_grad_enabled():
                 self._to_come[number] += 1
