@@ -246,9 +246,9 @@ class GatheredOrder:
         order = running.order
         if not order.is_known:
             running.run.append(step)
-        held = running.held.pop(step, None)
-        if held is not None:
-            self._restore(step, held)
+        values = running.held.pop(step, None)
+        if values is not None:
+            self._restore(step, values)
             return
         if running.next == len(order.steps) or order.steps[running.next] != step:
             at = self._find(step, running)
@@ -319,13 +319,13 @@ class GatheredOrder:
             coordinator.record_module(module)
         coordinator.fetch_sub_module(module, forward=forward)
 
-    def _restore(self, step: int, held: list[tuple[Any, Tensor]]) -> None:
+    def _restore(self, step: int, values: list[tuple[Any, Tensor]]) -> None:
         """Give a module the values that were gathered for it before."""
         module = self._modules[max(step, ~step)]
         inflight: Any = self._root.ds_inflight_param_registry
         restored: list[Any] = []
         self._restored[step] = restored
-        for parameter, value in held:
+        for parameter, value in values:
             if parameter in inflight:
                 inflight.pop(parameter).wait()
             if parameter.ds_status.name == "NOT_AVAILABLE":

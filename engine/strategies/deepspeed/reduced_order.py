@@ -107,8 +107,8 @@ class ShardedReducedOrder:
         """The parameters of the modules in the order of a backward pass, then all others."""
         modules = [] if self._gathered is None else self._gathered.backward_guess()
         of_modules = [self._numbers.get(id(p)) for module in modules for p in reversed(module._parameters.values())]
-        known = [number for number in of_modules if number is not None]
-        return list(dict.fromkeys([*known, *reversed(range(len(self._parameters)))]))
+        numbers = [number for number in of_modules if number is not None]
+        return list(dict.fromkeys([*numbers, *reversed(range(len(self._parameters)))]))
 
     def _reach(self, parameter: Tensor) -> None:
         """Reduce what can be reduced now that the backward pass has computed this gradient."""
