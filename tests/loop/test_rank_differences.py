@@ -215,7 +215,9 @@ def differing(**settings: tuple[Any, Any]) -> str:
     rank = int(os.environ["RANK"])
     of_rank = {name: values[rank] for name, values in settings.items()}
     try:
-        Fit(**{"max_epochs": 1, "accelerator": "cpu", **of_rank}).run(Net(), DataLoader(TensorDataset(torch.ones(8, 3)), 1))
+        Fit(**{"max_epochs": 1, "accelerator": "cpu", **of_rank}).run(
+            Net(), DataLoader(TensorDataset(torch.ones(8, 3)), 1)
+        )
     except CheckError as error:
         return str(error)
     return "no error"

@@ -63,7 +63,9 @@ def merged(runs: Sequence[Sequence[_Item]], guess: dict[_Item, int]) -> tuple[li
                     unsure.add(item[0])
                 at = max(at, place + 1)
                 continue
-            while at < len(order) and order[at] not in in_run and guess.get(order[at], -1) < guess.get(item, len(guess)):
+            while (
+                at < len(order) and order[at] not in in_run and guess.get(order[at], -1) < guess.get(item, len(guess))
+            ):
                 at += 1
             order.insert(at, item)
             at += 1
