@@ -45,7 +45,7 @@ from engine.step.window import Window
 from engine.step.wrappers import PreparedOptimizer, PreparedScheduler
 from engine.strategies.base import Strategy, check_groups
 from engine.strategies.foreign_wrappers import check_plain
-from engine.strategies.rank_differences import RankDifferences, compare_models
+from engine.strategies.rank_differences import RankDifferences, compare_forms
 from engine.transforms import batch_norm
 from engine.transforms.compile import Transforms, is_whole
 from engine.transforms.float8 import FP8, Layers
@@ -153,8 +153,8 @@ class Engine:
             "compile": plain_text(compile),
             "sync_batchnorm": str(sync_batchnorm),
         }
-        own = [torch.initial_seed() if seed is None else seed, sum_of(settings)]
-        seeds, sums = zip(*collectives.gather_json(self.group, own), strict=True)
+        row = [torch.initial_seed() if seed is None else seed, sum_of(settings)]
+        seeds, sums = zip(*collectives.gather_json(self.group, row), strict=True)
         if len(set(sums)) > 1:
             check_equal(self.group, "settings", settings, "Give all ranks the same")
         data_seed = seeds[0]
@@ -240,7 +240,7 @@ class Engine:
             return prepared_before
         check_plain(model)
         guard_model(model)
-        compare_models(self.group, self.strategy, model)
+        compare_forms(self.group, self.strategy, model)
         self.strategy.place(self._with_own_layers(model))
         if autocast and self.precision.autocast is not None:
             AutocastForward(self.precision, self.device).attach(model, is_whole(self._compile))

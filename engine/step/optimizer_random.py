@@ -44,7 +44,7 @@ class OptimizerRandom:
 
     def add(self, optimizer: Optimizer) -> None:
         """Give the optimizer a shared stream where it may need one."""
-        if not any(optimizer is known for known in self._optimizers):
+        if not any(optimizer is other for other in self._optimizers):
             self._optimizers.append(optimizer)
         if self._gradient_sync.group.world_size > 1 and may_draw(optimizer) and self._step_of(optimizer) is None:
             self._steps.append(SharedStep(optimizer, self))

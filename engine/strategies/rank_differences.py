@@ -29,7 +29,7 @@ MAX_FALSE_ALARMS = 3
 """How often the ranks compare parameters that some of them have changed alone, without finding a difference, until they stop looking for edits."""
 
 
-def compare_models(group: Group, strategy: Strategy, model: nn.Module) -> None:
+def compare_forms(group: Group, strategy: Strategy, model: nn.Module) -> None:
     """Compare names, dtypes and shapes of a model's parameters over the ranks, and which are trained, by one small collective.
 
     Under a pipeline, where ranks may have parts, nothing is compared.

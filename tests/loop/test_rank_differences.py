@@ -213,9 +213,11 @@ def rank_replaced_before_fsdp() -> str:
 def differing(**settings: tuple[Any, Any]) -> str:
     """The error of a run whose settings differ: their values by rank."""
     rank = int(os.environ["RANK"])
-    own = {name: values[rank] for name, values in settings.items()}
+    of_rank = {name: values[rank] for name, values in settings.items()}
     try:
-        Fit(**{"max_epochs": 1, "accelerator": "cpu", **own}).run(Net(), DataLoader(TensorDataset(torch.ones(8, 3)), 1))
+        Fit(**{"max_epochs": 1, "accelerator": "cpu", **of_rank}).run(
+            Net(), DataLoader(TensorDataset(torch.ones(8, 3)), 1)
+        )
     except CheckError as error:
         return str(error)
     return "no error"

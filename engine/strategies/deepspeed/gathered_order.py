@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.distributed import process_groups
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.strategies.block_order import MOST_PASSES, wait_at_new_place
+from engine.utils import torch_private
 
 # A step is the number of a module, which is gathered; in a backward pass also the complement of the number: ~3 gathers module 3 for a recomputation
 # of its forward pass (activation checkpointing).
@@ -52,7 +55,7 @@ def merged(runs: Sequence[Sequence[_Item]], guess: dict[_Item, int]) -> tuple[li
     order = list(runs[0])
     unsure: set[int] = set()
     for run in runs[1:]:
-        placed, own, at = set(order), set(run), 0
+        placed, in_run, at = set(order), set(run), 0
         for item in run:
             if item in placed:
                 place = order.index(item)
@@ -60,7 +63,9 @@ def merged(runs: Sequence[Sequence[_Item]], guess: dict[_Item, int]) -> tuple[li
                     unsure.add(item[0])
                 at = max(at, place + 1)
                 continue
-            while at < len(order) and order[at] not in own and guess.get(order[at], -1) < guess.get(item, len(guess)):
+            while (
+                at < len(order) and order[at] not in in_run and guess.get(order[at], -1) < guess.get(item, len(guess))
+            ):
                 at += 1
             order.insert(at, item)
             at += 1
@@ -104,7 +109,11 @@ class GatheredOrder:
     """
 
     def __init__(self, root: nn.Module, ranks: Group, wrapper: Any) -> None:
-        self._root, self._ranks = root, ranks
+        self._root = root
+        self._ranks = copy.copy(ranks)
+        # Of its own, because DeepSpeed's collectives of a rank that does not come to an exchange here must not pair with it.
+        everybody = [list(range(ranks.world_size))]
+        self._ranks.cpu = ranks.made_once(("gathered order",), lambda: process_groups.on_cpu(everybody))
         self._offload = getattr(wrapper, "parameter_offload", wrapper)
         self._coordinator = self._offload.get_param_coordinator()
         self._modules = [module for module in root.modules() if hasattr(module, "ds_id")]
@@ -115,7 +124,7 @@ class GatheredOrder:
         self._passes: list[Order] = []  # forward passes since the last backward pass
         self._backwards = 0  # backward passes since the last forward pass
         self._to_come = Counter[int]()  # modules whose forward pass had gradients, and whose backward pass has not come
-        self._running: list[bool] = []  # of the modules that run now: whether they have parameters
+        self._running: list[bool] = []  # of the modules that run now: whether they were gathered for it
         self._in_backward: set[int] = set()
         self._restored: dict[int, list[Any]] = {}
         self._follow()
@@ -145,6 +154,7 @@ class GatheredOrder:
 
     def _begin_forward_pass(self, module: nn.Module, inputs: Any) -> None:
         self._backward = None  # an error may have ended one early
+        self._in_backward.clear()
         self._running.clear()
         self._restored.clear()
         has_grad = torch.is_grad_enabled()
@@ -175,7 +185,7 @@ class GatheredOrder:
         self._backward = Pass(self._orders[key], "backward")
         self._in_backward.clear()
         # For a pass that is none for DeepSpeed: one through a frozen model.
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward_pass)
+        torch_private.call_after_backward(self.end_backward_pass)
         return self._backward
 
     def end_backward_pass(self) -> None:
@@ -183,6 +193,7 @@ class GatheredOrder:
         running, self._backward = self._backward, None
         if running is not None:
             self._backwards += 1
+            self._in_backward.clear()  # DeepSpeed releases what is left
             self._end(running)
 
     def _end(self, running: Pass) -> None:
@@ -197,11 +208,12 @@ class GatheredOrder:
 
     def _begin_forward(self, module: nn.Module) -> None:
         _module_stack().append(module)
-        has_parameters = bool(self._parameters(module))
-        self._running.append(has_parameters)
-        if not has_parameters:
-            return
         number = self._numbers[id(module)]
+        # A module whose forward pass is recomputed within its backward pass has its parameters already.
+        is_step = bool(self._parameters(module)) and number not in self._in_backward
+        self._running.append(is_step)
+        if not is_step:
+            return
         if self._forward is not None:
             if torch.is_grad_enabled():
                 self._to_come[number] += 1
@@ -236,9 +248,9 @@ class GatheredOrder:
         order = running.order
         if not order.is_known:
             running.run.append(step)
-        held = running.held.pop(step, None)
-        if held is not None:
-            self._restore(step, held)
+        values = running.held.pop(step, None)
+        if values is not None:
+            self._restore(step, values)
             return
         if running.next == len(order.steps) or order.steps[running.next] != step:
             at = self._find(step, running)
@@ -309,12 +321,13 @@ class GatheredOrder:
             coordinator.record_module(module)
         coordinator.fetch_sub_module(module, forward=forward)
 
-    def _restore(self, step: int, held: list[tuple[Any, Tensor]]) -> None:
+    def _restore(self, step: int, values: list[tuple[Any, Tensor]]) -> None:
         """Give a module the values that were gathered for it before."""
         module = self._modules[max(step, ~step)]
-        inflight: dict[Any, Any] = self._root.ds_inflight_param_registry  # type: ignore[assignment]
-        restored = self._restored[step] = []
-        for parameter, value in held:
+        inflight: Any = self._root.ds_inflight_param_registry
+        restored: list[Any] = []
+        self._restored[step] = restored
+        for parameter, value in values:
             if parameter in inflight:
                 inflight.pop(parameter).wait()
             if parameter.ds_status.name == "NOT_AVAILABLE":

@@ -79,9 +79,10 @@ class ReducedOrder:
 
 
 class ShardedReducedOrder:
-    """The same for stage 3, as for stage 2; besides, a parameter that no rank reaches would be stepped with the gradient of an earlier step.
+    """Lets all ranks reduce the gradients of stage 3 in one order, as :class:`ReducedOrder` does for stage 2.
 
-    The first pass takes the order in which the modules are gathered for it.
+    A parameter that no rank reaches gets a zero, too, also in a single process: DeepSpeed would step it with the gradient of an earlier step. The
+    first pass takes the order in which the modules are gathered for it.
 
     Args:
         ranks: the ranks that reduce gradients together.
@@ -106,8 +107,8 @@ class ShardedReducedOrder:
         """The parameters of the modules in the order of a backward pass, then all others."""
         modules = [] if self._gathered is None else self._gathered.backward_guess()
         of_modules = [self._numbers.get(id(p)) for module in modules for p in reversed(module._parameters.values())]
-        known = [number for number in of_modules if number is not None]
-        return list(dict.fromkeys([*known, *reversed(range(len(self._parameters)))]))
+        numbers = [number for number in of_modules if number is not None]
+        return list(dict.fromkeys([*numbers, *reversed(range(len(self._parameters)))]))
 
     def _reach(self, parameter: Tensor) -> None:
         """Reduce what can be reduced now that the backward pass has computed this gradient."""
@@ -146,7 +147,7 @@ class ShardedReducedOrder:
 
 
 def _with_unreached(reached: list[int], count: int) -> list[int]:
-    """The order with the parameters that rank 0 has not reached: each before those that come before it in the model, as in a backward pass."""
+    """Put the parameters that rank 0 has not reached into the order: each before those that come before it in the model, as in a backward pass."""
     order = list(reached)
     for number in sorted(set(range(count)) - set(reached)):
         order.insert(next((at for at, other in enumerate(order) if other < number), len(order)), number)
