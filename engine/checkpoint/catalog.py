@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint import missing_checkpoint
 from engine.checkpoint.files import DamagedCheckpoint, blocks, read_json, verify
-from engine.checkpoint.local_storage import Opened
+from engine.checkpoint.local_storage import Opened, reason_for_absence
 from engine.checkpoint.manifest import (
     FOLDERS,
     MANIFEST,
@@ -126,7 +125,7 @@ def find_in(path: str | Path, folder: Storage | None) -> tuple[Storage, list[str
     for location, reason in damaged.items():
         raise DamagedCheckpoint(f"{location}: {reason}; there is no complete checkpoint")
     siblings = ", ".join(storage.manifests()) or "none"
-    why = "" if "://" in str(path) else f": {missing_checkpoint.reason(Path(expanded(path)))}"
+    why = "" if "://" in str(path) else f": {reason_for_absence(Path(expanded(path)))}"
     raise FileNotFoundError(
         f"{path} is not a checkpoint, and contains none ({MANIFEST} is missing){why}; complete ones beside it: {siblings}"
     )
