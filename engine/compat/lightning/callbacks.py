@@ -340,8 +340,10 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
     @property
     def best_k_models(self) -> dict[str, Any]:
         """Path -> score of the ``save_top_k`` best checkpoints, best first; empty without ``monitor``, as in Lightning."""
-        kept = super().best_k_models.items() if self.monitor is not None else ()
-        scores = {path: None if score is None else self._as_score(score) for path, score in kept}
+        if self.monitor is None:
+            return {}
+        ranked = super().best_k_models.items()
+        scores = {path: None if score is None else self._as_score(score) for path, score in ranked}
         return scores if self.save_top_k == -1 else dict(islice(scores.items(), self.save_top_k))
 
     @property
