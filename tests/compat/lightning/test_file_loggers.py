@@ -98,7 +98,9 @@ def values_without_a_run(L: Any, folder: Path) -> Any:
     logger.save()
     again = L.loggers.CSVLogger(folder)
     again.log_metrics({"x": 9.0}, 4)
+    again.log_hyperparams()
     again.finalize("success")
+    assert Path(again.experiment.metrics_file_path).exists()
     values = [[(row["step"], row["x"], row.get("y", "")) for row in rows(of)] for of in (logger, again)]
     return values, (Path(logger.log_dir) / "hparams.yaml").read_text(), again.version
 
