@@ -272,19 +272,19 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
         options = (monitor, mode, save_top_k, bool(save_last) or self.idle, None, folder, name + self.FILE_EXTENSION)
         # Not asynchronous, so that a path exists as soon as it is named.
         own.ModelCheckpoint.__init__(self, self._interval, *options, asynchronous=False)
-        self._folder = self.dirpath
+        self._dirpath_argument = self.dirpath
 
     @property
     def checkpoints_in(self) -> str | Path | None:
-        return self._folder
+        return self._dirpath_argument
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self.pickles and "://" in str(trainer.run.checkpoint_path("x")):
             reason = "files are written beside checkpoints in a local folder: give one as dirpath"
             raise ValueError(f"ModelCheckpoint.pickles = True: {reason}")
-        self.dirpath = self._folder
+        self.dirpath = self._dirpath_argument
         own.ModelCheckpoint.setup(self, trainer.run, pl_module, stage)
-        self.dirpath = trainer.run.checkpoints.folder.storage.root
+        self.dirpath = (self._storage or trainer.run.checkpoints.folder.storage).root
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         at_epoch_ends = self._at_train_epoch_end
@@ -340,8 +340,10 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
     @property
     def best_k_models(self) -> dict[str, Any]:
         """Path -> score of the ``save_top_k`` best checkpoints, best first; empty without ``monitor``, as in Lightning."""
-        kept = super().best_k_models.items() if self.monitor is not None else ()
-        scores = {path: None if score is None else self._as_score(score) for path, score in kept}
+        if self.monitor is None:
+            return {}
+        ranked = super().best_k_models.items()
+        scores = {path: None if score is None else self._as_score(score) for path, score in ranked}
         return scores if self.save_top_k == -1 else dict(islice(scores.items(), self.save_top_k))
 
     @property

@@ -179,7 +179,7 @@ class FileLogger(Logger):
         elif not own_rank():
             self._write_alone(values, step)
 
-    def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
+    def log_hyperparams(self, params: Any = None, metrics: Any = None, step: int | None = None) -> None:
         entries = {} if params is None else vars(params) if isinstance(params, Namespace) else dict(params)
         if not own_rank():
             self.hparams.update(plain_value(as_data(entries)))
@@ -218,6 +218,11 @@ class RowLogger(FileLogger):
     def experiment(self) -> Any:
         """The logger itself; on ranks other than 0 an object that does nothing."""
         return NOTHING if own_rank() else self
+
+    @property
+    def metrics_file_path(self) -> str:
+        """The path of the file of rows."""
+        return os.path.join(self.log_dir, self.ours.name)
 
     def log_hparams(self, params: dict[str, Any]) -> None:
         """Do the same as :meth:`log_hyperparams`."""

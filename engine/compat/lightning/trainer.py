@@ -304,8 +304,8 @@ class Trainer(TrainerView):
 
 def with_those_of_module(callbacks: list[Any], run: Run) -> list[Any]:
     """Add the callbacks of the run's module to the trainer's; they replace those of the same classes. Those that save checkpoints come last."""
-    known = {id(original(callback)) for callback in run.settings.callbacks}
-    of_module = [original(callback) for callback in run.callbacks if id(original(callback)) not in known]
+    of_settings = {id(original(callback)) for callback in run.settings.callbacks}
+    of_module = [original(callback) for callback in run.callbacks if id(original(callback)) not in of_settings]
     kinds = {type(callback) for callback in of_module}
     both = [*(callback for callback in callbacks if type(callback) not in kinds), *of_module]
     return sorted(both, key=lambda callback: getattr(callback, "is_checkpoint", False)) if of_module else callbacks

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import logging
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,14 @@ def checkpoints_beside_the_log(L: Any, folder: Path) -> Any:
     return made
 
 
+def two_folders_of_checkpoints(L: Any, folder: Path) -> Any:
+    best = L.callbacks.ModelCheckpoint(folder / "best", monitor="val", filename="{step}")
+    all_of_them = L.callbacks.ModelCheckpoint(save_top_k=-1, filename="all-{step}", every_n_train_steps=5)
+    fitted = trainer(L, folder, enable_checkpointing=True, callbacks=[best, all_of_them], max_epochs=1)
+    fitted.fit(module(L), data(), data())
+    return [short(saves.dirpath, folder) for saves in fitted.checkpoint_callbacks], files(folder, ".ckpt")
+
+
 def a_checkpoint_folder_from_the_logger(L: Any, folder: Path) -> Any:
     logger = L.loggers.CSVLogger(folder)
     saves = L.callbacks.ModelCheckpoint(dirpath=Path(logger.log_dir) / "best", filename="{step}")
@@ -88,7 +98,9 @@ def values_without_a_run(L: Any, folder: Path) -> Any:
     logger.save()
     again = L.loggers.CSVLogger(folder)
     again.log_metrics({"x": 9.0}, 4)
+    again.log_hyperparams()
     again.finalize("success")
+    assert Path(again.experiment.metrics_file_path).exists()
     values = [[(row["step"], row["x"], row.get("y", "")) for row in rows(of)] for of in (logger, again)]
     return values, (Path(logger.log_dir) / "hparams.yaml").read_text(), again.version
 
@@ -220,6 +232,7 @@ CASES: tuple[Case, ...] = (
     folders_before_a_run,
     versions_are_numbered_when_they_are_needed,
     checkpoints_beside_the_log,
+    two_folders_of_checkpoints,
     a_checkpoint_folder_from_the_logger,
     values_without_a_run,
     values_around_a_run,
@@ -265,3 +278,13 @@ def test_a_logger_of_the_drop_in_writes_in_fit(tmp_path: Path) -> None:
     logger = OURS.loggers.CSVLogger(tmp_path, version="one")
     Fit(max_epochs=1, root_dir=tmp_path / "runs", callbacks=[logger]).run(module(OURS), data())
     assert [row["step"] for row in rows(logger)][-1] == "10"
+
+
+@pytest.mark.parametrize("kind", ["CSVLogger", "TensorBoardLogger"])
+def test_a_copy_of_a_logger_writes_into_the_same_folder(kind: str, tmp_path: Path) -> None:
+    logger = getattr(OURS.loggers, kind)(tmp_path)
+    trainer(OURS, tmp_path, logger=logger, max_epochs=1).fit(module(OURS), data())
+    for copied in (copy.deepcopy(logger), pickle.loads(pickle.dumps(logger))):
+        copied.log_metrics({"after": 1.0}, 30)
+        copied.finalize("success")
+        assert (copied.version, copied.log_dir) == (logger.version, logger.log_dir)
