@@ -22,8 +22,8 @@ class LightningOptimizer(PreparedOptimizer):
     def __init__(self, of_run: Any, module: Any) -> None:
         self.optimizer, self._of_run, self._module = raw(of_run), of_run, weakref.ref(module)
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]  # isinstance(optimizer, torch.optim.SGD), as in Lightning
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # so that isinstance(optimizer, torch.optim.SGD) is true, as in Lightning
         return type(self.optimizer)
 
     @contextmanager
