@@ -24,6 +24,7 @@ from engine.config.settings import KINDS
 from engine.data.combined import CombinedLoader
 from engine.data.loader import PreparedLoader
 from engine.distributed import collectives
+from engine.distributed.comparison import check_equal, plain_text, sum_of
 from engine.distributed.environments import Environment
 from engine.distributed.group import Group
 from engine.distributed.join import join_here, own_environment
@@ -143,7 +144,20 @@ class Engine:
         """Counts the steps that were skipped because a gradient was not finite: ``engine.skips.count``."""
         self.skips.limit, self.skips.is_told_here = max_skipped_steps, self.group.is_main
         self._stepped: tuple[list[Any], list[Any]] = [], []  # the latest step's optimizers: arguments, unwrapped
-        data_seed = collectives.gather_json(self.group, torch.initial_seed() if seed is None else seed)[0]
+        settings = {
+            "strategy": type(self.strategy).__name__,
+            "precision": self.precision.name,
+            "accumulate_grad_batches": str(accumulate_grad_batches),
+            "on_nonfinite": str(on_nonfinite),
+            "activation_checkpointing": str(recompute),
+            "compile": plain_text(compile),
+            "sync_batchnorm": str(sync_batchnorm),
+        }
+        own = [torch.initial_seed() if seed is None else seed, sum_of(settings)]
+        seeds, sums = zip(*collectives.gather_json(self.group, own), strict=True)
+        if len(set(sums)) > 1:
+            check_equal(self.group, "settings", settings, "Give all ranks the same")
+        data_seed = seeds[0]
         self.precision.check(self.group.device)
         optimizer_random = OptimizerRandom(self.strategy, data_seed)
         self.prepared = Prepared(self.strategy, self._stepper, data_seed, optimizer_random, models)

@@ -30,7 +30,7 @@ from engine.loop.lifecycle import collecting_garbage, in_folder, log_start, sess
 from engine.loop.loaders import RunData
 from engine.loop.out_of_memory import noting_what_finds_a_fit
 from engine.loop.placed_module import holding
-from engine.loop.rank_checks import compare_models, compare_ranks, watch_differences
+from engine.loop.rank_checks import compare_models, compare_ranks, compare_settings, watch_differences
 from engine.loop.replay import LeftOut, ReplayedStep, StepWatch, starting_point
 from engine.loop.run import Run
 from engine.loop.run_resume import loading_weights, reload_best, resuming
@@ -615,7 +615,9 @@ class Fit:
         environment = detect(os.environ)
         with StartLog(environment.rank == 0) as start_log, joined_group(settings, environment) as group:
             resolved = replace(self._resolved, settings=settings)
-            yield new_run(resolved, module, stage, group, data, start_log=start_log)
+            run = new_run(resolved, module, stage, group, data, start_log=start_log)
+            compare_settings(run)
+            yield run
 
 
 def _planned(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint import missing_checkpoint
 from engine.checkpoint.files import DamagedCheckpoint, blocks, read_json, verify
 from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.manifest import (
@@ -125,8 +126,9 @@ def find_in(path: str | Path, folder: Storage | None) -> tuple[Storage, list[str
     for location, reason in damaged.items():
         raise DamagedCheckpoint(f"{location}: {reason}; there is no complete checkpoint")
     siblings = ", ".join(storage.manifests()) or "none"
+    why = "" if "://" in str(path) else f": {missing_checkpoint.reason(Path(expanded(path)))}"
     raise FileNotFoundError(
-        f"{path} is not a checkpoint, and contains none ({MANIFEST} is missing); complete ones beside it: {siblings}"
+        f"{path} is not a checkpoint, and contains none ({MANIFEST} is missing){why}; complete ones beside it: {siblings}"
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint import missing_checkpoint
 from engine.checkpoint.files import (
     DamagedCheckpoint,
     Record,
@@ -313,7 +314,8 @@ def read_manifest(directory: Path) -> Manifest:
     if _size(f"{directory}/{MANIFEST}") is None:
         siblings = ", ".join(LocalStorage(directory.parent).manifests()) or "none"
         raise FileNotFoundError(
-            f"{directory} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {siblings}"
+            f"{directory} holds no complete checkpoint ({MANIFEST} is missing): {missing_checkpoint.reason(directory)}; complete ones beside it: "
+            f"{siblings}"
         )
     manifest = check_manifest(directory, read_json(inside(directory, MANIFEST)))
     for name, record in manifest["files"].items():

@@ -99,8 +99,9 @@ class RunRecord:
 
     def text(self) -> bytes:
         """The record as the content of a ``run.json``."""
+        values = {name: value for name, value in vars(self).items() if name != "began_with" or value}
         # Like indent=1, which would use Python's slow encoder.
-        return json.dumps(vars(self), separators=(",\n ", ": ")).encode()
+        return json.dumps(values, separators=(",\n ", ": ")).encode()
 
     def continuing(self, previous: RunRecord) -> RunRecord:
         """This record for the folder of an earlier run, with that run's id and ``began_with``; unless this process trains, also its stage and job."""

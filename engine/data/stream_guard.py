@@ -50,7 +50,7 @@ class StreamGuard:
         self._draws = False
         """Whether reading the pass's first window has drawn random numbers of this process."""
         self._checksum = 0
-        """Of the samples of the window's batches."""
+        """The checksum of samples of the window's batches."""
         self._start = self._position = 0
         """The positions of the window's start and end."""
 

@@ -103,9 +103,13 @@ class Hooks:
         if not new:
             return
         first = [callback for callback in callbacks if not callback.runs_last]
-        order = [*first, module, *(callback for callback in callbacks if callback.runs_last)]
+        order: list[TrainModule | Callback] = [
+            *first,
+            module,
+            *(callback for callback in callbacks if callback.runs_last),
+        ]
         names = [
-            f"[TrainModule]{type(module).__name__}" if owner is module else f"[Callback]{owner.state_key}"  # type: ignore[union-attr]
+            f"[Callback]{owner.state_key}" if isinstance(owner, Callback) else f"[TrainModule]{type(module).__name__}"
             for owner in order
         ]
         for (owner, name), event in ((pair, event) for pair in zip(order, names, strict=True) for event in _events()):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from engine.callback import Callback
 from engine.loop.run import Run
+from engine.module import TrainModule
 
 
 def take_late_methods(run: Run) -> None:
@@ -11,7 +13,8 @@ def take_late_methods(run: Run) -> None:
     Raises:
         TypeError: a method was set that the steps of the training do not call any more; the message names it.
     """
-    for owner in (run.module, *run.callbacks):
+    owners: list[TrainModule | Callback] = [run.module, *run.callbacks]
+    for owner in owners:
         owner.note_methods()
     run.hooks.take_late(run.callbacks, run.module)
     if run.optimization is None:

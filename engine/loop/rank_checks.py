@@ -5,16 +5,18 @@ from __future__ import annotations
 import platform
 import zlib
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.callback import Callback
 from engine.data.feed import MicroBatch
 from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import gather, gather_json
-from engine.distributed.comparison import check_equal, comparable, fingerprint
+from engine.distributed.comparison import check_alike, check_equal, comparable, fingerprint, plain_text
 from engine.distributed.group import Group
 from engine.loop.run import Run
 from engine.strategies.base import Strategy
@@ -22,6 +24,35 @@ from engine.strategies.rank_differences import RankDifferences
 from engine.utils.errors import CheckError
 from engine.utils.parameters import is_sharded
 from engine.utils.tree import leaves
+
+_OWN_SETTINGS = ("accelerator", "devices", "root_dir", "callbacks", "seed")
+"""Settings that need not be the same on all ranks. Seeds are compared with the order of the data."""
+
+
+def compare_settings(run: Run) -> None:
+    """Compare, by one small collective, the run's settings and those callbacks that work on all ranks together.
+
+    Loggers, progress bars and callbacks of the user's own may be on some ranks only, and so may folders and devices differ.
+
+    Raises:
+        CheckError: ranks differ; raised on all ranks, with the differences.
+    """
+    settings = {field.name: plain_text(getattr(run.settings, field.name)) for field in fields(run.settings)}
+    facts = {name: value for name, value in settings.items() if name not in _OWN_SETTINGS}
+    shared = [type(callback).__name__ for callback in run.callbacks if _needs_all_ranks(callback)]
+    check_alike(
+        run.engine.group,
+        "settings",
+        facts | {"callbacks that all ranks need": ", ".join(shared) or "none"},
+        "Give all ranks the same: look for code that depends on the rank, and for fit.yaml and FIT_* variables that differ between the machines "
+        "(`fit env` shows where a value comes from)",
+    )
+
+
+def _needs_all_ranks(callback: Callback) -> bool:
+    """Whether a callback saves checkpoints, ends trainings or has weights of its own, which all ranks do together."""
+    keeps_weights = type(callback).other_weights is not Callback.other_weights
+    return callback.runs_last or callback.is_early_stopping or keeps_weights
 
 
 def compare_models(run: Run) -> None:

@@ -19,6 +19,7 @@ from engine.engine import Engine
 from engine.loop.callback_states import check_keys
 from engine.loop.closure_step import STEP_METHODS, ClosureOptimization, check_closures
 from engine.loop.first_checks import check_parameters, report_misspelled
+from engine.loop.hook_random import share_random_numbers
 from engine.loop.late_methods import take_late_methods
 from engine.loop.loaders import RunData
 from engine.loop.method_arguments import accepting
@@ -162,6 +163,7 @@ def set_up_training(run: Run) -> None:
         prepare_loaders(run)
     run.placed.for_training()
     set_up_optimizers(run)
+    share_random_numbers(run)
     if loaders_come_last:
         module.on_fit_start()
         run.hooks.leave_out("on_fit_start")

@@ -2,7 +2,8 @@
 
 FSDP2 pairs the ranks' collectives by their order alone. A rank that leaves out a block that another rank runs (an expert without tokens, a dropped
 layer, an early exit) would compute with another block's parameters, and add gradients of different parameters. So all ranks gather and reduce the
-blocks in one order: what a rank leaves out it gathers and frees all the same, and reduces zeros for it.
+blocks in one order: what a rank leaves out it gathers and frees all the same, and reduces zeros for it. The ranks find the order in the first
+forward pass of each kind (:mod:`engine.strategies.merged_steps`), and follow it from then on.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engine.distributed import stacks
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.distributed.waiting import told_waiting
+from engine.strategies.merged_steps import MergedSteps
 from engine.strategies.unreached import UnreachedParameters
 from engine.utils import torch_private
 from engine.utils.torch_private import FSDPBlock, FSDPSteps
@@ -26,6 +29,8 @@ MOST_PASSES = 4
 """Forward passes before a backward pass, and backward passes after it, that are told apart."""
 
 # A step is the number of a block, where it begins, or the complement of the number, where it ends: ~3 ends block 3.
+_FIRST = "is in its first forward pass"
+"""The kind of the ranks' exchange in such a pass."""
 
 
 class Order:
@@ -38,6 +43,8 @@ class Order:
     def __init__(self, parts: Sequence[Sequence[int]], is_backward: bool) -> None:
         self.steps = [step for part in parts for step in part]
         self.is_backward = is_backward
+        self.is_found = is_backward
+        """Whether the ranks have found the order of a forward pass."""
         self.is_settled = not is_backward
         """Whether parts that the backward pass does not reach were removed."""
         self.idle: set[int] = set()
@@ -147,11 +154,28 @@ class Pass:
         return self.order.steps.index(step, at)
 
 
+class FirstPass(Pass):
+    """The first forward pass in an :class:`Order`, in which the ranks find it; each step is exchanged before it is made."""
+
+    def __init__(self, order: Order, blocks: BlockOrder, merged: MergedSteps) -> None:
+        super().__init__(order, blocks)
+        self._merged = merged
+
+    def reach(self, step: int) -> None:
+        while (chosen := self._blocks.agree_on_next(step, self._merged)) != step:
+            self._blocks.run_step(chosen, self)
+
+    def complete(self, until: int | None = None) -> None:
+        while (chosen := self._blocks.agree_on_next(None, self._merged)) is not None:
+            self._blocks.run_step(chosen, self)
+        self.order.steps, self.order.is_found = self._merged.order(), True
+
+
 class BlockOrder(FSDPSteps):
     """Keeps the ranks' collectives for the blocks of ``root`` in one order.
 
-    In a forward pass the first guess is the order of the modules in the model, and in a backward pass the opposite of the forward passes before it.
-    Where all ranks run blocks in another order, they agree on it when it is new, by a small collective for each step; no later pass has one.
+    In the first forward pass of a kind the ranks find the order, by a small collective for each step; no later pass has one. In a backward pass the
+    first guess is the opposite of the forward passes before it. Where all ranks run blocks in an order that is new, they agree on it likewise.
 
     A parameter that this rank has not reached gets a zero gradient, for the ranks that have; one that no rank has reached gets none.
 
@@ -197,7 +221,12 @@ class BlockOrder(FSDPSteps):
             self._orders[key] = Order([earlier or list(_in_model(self._root, self._blocks))], False)
         if has_grad:
             self._passes.append(self._orders[key])
-        self._forward = Pass(self._orders[key], self)
+        order = self._orders[key]
+        self._forward = Pass(order, self) if order.is_found else self._first_pass(order)
+
+    def _first_pass(self, order: Order) -> FirstPass:
+        paths = _paths(self._root, self._blocks)
+        return FirstPass(order, self, MergedSteps(order.steps, paths, self._ranks.world_size))
 
     @torch_private.without_dynamo
     def _end_forward_pass(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -374,6 +403,25 @@ class BlockOrder(FSDPSteps):
         part = next(part for part in _parts(self._root, blocks) if self._blocks[step].module in set(part.modules()))
         return list(_in_model(part, self._blocks))
 
+    def agree_on_next(self, step: int | None, merged: MergedSteps) -> Any:
+        """Agree on the next step of all ranks in a first forward pass; ``None``: all are at its end.
+
+        Args:
+            step: the step that this rank makes next by itself; ``None``: it is at the end.
+
+        Raises:
+            RuntimeError: there is none that comes next; raised on all ranks.
+        """
+        with stacks.doing(
+            "waiting for the other ranks, which agree on the order of blocks in their first forward pass"
+        ):
+            requests = self._gathered(_FIRST, step)
+        steps = [request[1] for request in requests]
+        chosen = merged.add(steps)
+        if chosen is None and any(step is not None for step in steps):
+            raise RuntimeError(self._orders_text(requests))
+        return chosen
+
     def agree(self, at: int, step: int, added: Sequence[int], running: Pass) -> int:
         """Agree on steps that are new in the order, if all ranks make one of them now. Return their index.
 
@@ -440,6 +488,20 @@ def _parts(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
         if set(blocks) <= set(child.modules()) - {child}:
             return _parts(child, blocks)
     return children
+
+
+def _paths(root: nn.Module, blocks: Sequence[FSDPBlock]) -> dict[int, list[int]]:
+    """By block, the index of the child of ``root`` that has it, of the child of this one, and so on; a module counts where it is first."""
+    paths: dict[int, list[int]] = {id(root): []}
+
+    def walk(module: nn.Module, path: list[int]) -> None:
+        for index, child in enumerate(module.children()):
+            if id(child) not in paths:
+                paths[id(child)] = [*path, index]
+                walk(child, paths[id(child)])
+
+    walk(root, [])
+    return {number: paths[id(block.module)] for number, block in enumerate(blocks)}
 
 
 def _in_model(root: nn.Module, blocks: Sequence[FSDPBlock]) -> Iterator[int]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from engine.distributed.agreement import Compared
 from engine.distributed.collectives import gather_json
-from engine.distributed.comparison import MAX_LISTED, check_equal, comparable, fingerprint
+from engine.distributed.comparison import MAX_LISTED, check_alike, check_equal, comparable, fingerprint
 from engine.distributed.group import Group
 from engine.strategies.base import Strategy
 from engine.strategies.ddp import DDP
@@ -41,14 +41,8 @@ def compare_models(group: Group, strategy: Strategy, model: nn.Module) -> None:
         return
     left_out = _left_out_by_ddp(user_module(model))
     forms = {name: _form(strategy, p) for name, p in user_module(model).named_parameters() if name not in left_out}
-    sums = gather_json(group, zlib.crc32(repr(forms).encode()))
-    if len(set(sums)) > 1:
-        check_equal(
-            group,
-            "parameters of the model",
-            forms,
-            "All ranks must build the same modules, and freeze the same parameters (requires_grad) before the model is prepared",
-        )
+    advice = "All ranks must build the same modules, and freeze the same parameters (requires_grad) before the model is prepared"
+    check_alike(group, "parameters of the model", forms, advice)
 
 
 def _form(strategy: Strategy, parameter: Tensor) -> str:

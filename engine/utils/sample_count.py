@@ -57,7 +57,7 @@ def _with_list_length(batch: Any, evidence: list[set[int]], list_length: int) ->
     tensors = [part for part in _entries(batch) if type(part) is Tensor and part.ndim and not part.is_nested]
     fewer = sorted(size for size in set.intersection(*evidence) if size < list_length)
     if tensors and all(
-        tensor.ndim > 1 and tensor.shape[1] == list_length for tensor in tensors
+        tensor.ndim > 1 and tensor.shape[0] and tensor.shape[1] == list_length for tensor in tensors
     ):  # sequences with the time first
         return list_length, _MAY_BE_TIME_FIRST if fewer else ""
     if len(fewer) == 1:

@@ -56,7 +56,8 @@ resumed = two_folders(3).run(Model(), DataLoader(data, batch_size=2), DataLoader
 rank = os.environ.get("RANK", "0")
 (root / f"rank{rank}.json").write_text(json.dumps({
     "step": result.step, "reason": result.stop_reason, "best": str(result.best_checkpoint), "last": str(result.last_checkpoint),
-    "two": [resumed.step, str(resumed.best_checkpoint), str(resumed.last_checkpoint)], "scores": best.scores, "often": list(often.scores), "wait": stopping.wait_count,
+    "two": [resumed.step, str(resumed.best_checkpoint), str(resumed.last_checkpoint)],
+    "scores": best.scores, "often": list(often.scores), "wait": stopping.wait_count,
 }))
 """
 

@@ -13,6 +13,7 @@ from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from callbacks import ModelCheckpoint
 from engine import Callback, CheckError, Engine, Fit, TrainModule
 
 STEPS = 40
@@ -209,6 +210,47 @@ def rank_replaced_before_fsdp() -> str:
     return unlike("replaced", "fsdp")
 
 
+def differing(**settings: tuple[Any, Any]) -> str:
+    """The error of a run whose settings differ: their values by rank."""
+    rank = int(os.environ["RANK"])
+    own = {name: values[rank] for name, values in settings.items()}
+    try:
+        Fit(**{"max_epochs": 1, "accelerator": "cpu", **own}).run(Net(), DataLoader(TensorDataset(torch.ones(8, 3)), 1))
+    except CheckError as error:
+        return str(error)
+    return "no error"
+
+
+def rank_clipping() -> str:
+    return differing(gradient_clip_val=(1.0, 0.01))
+
+
+def rank_limit() -> str:
+    return differing(limit_train_batches=(3, 4))
+
+
+def rank_validations() -> str:
+    return differing(val_every=("1 epochs", 5))
+
+
+def rank_checkpoint_callback() -> str:
+    return differing(callbacks=([], [ModelCheckpoint()]))
+
+
+def rank_own_callback() -> str:
+    """Callbacks that only one rank needs, as progress bars."""
+    return differing(callbacks=([Callback()], []))
+
+
+def rank_engine_settings() -> str:
+    rank = int(os.environ["RANK"])
+    try:
+        Engine(accelerator="cpu", precision=("32-true", "bf16-mixed")[rank])
+    except CheckError as error:
+        return str(error)
+    return "no error"
+
+
 def engine_loop(strategy: str, rates: tuple[float, float], later: float = 0.1) -> str:
     """Two steps, then rank 1 takes the rate ``later``, then a save."""
     engine = Engine(accelerator="cpu", strategy=strategy)
@@ -274,6 +316,12 @@ RATE = "optimizer 0, group 0, lr: rank 0 has 0.1, rank 1 has 0.2"
             "replaced_before_fsdp",
             "second.weight: rank 0 has torch.float32, [1, 3], trained, rank 1 has torch.float32, [2, 3]",
         ),
+        ("clipping", "gradient_clip_val: rank 0 has 1.0, rank 1 has 0.01"),
+        ("limit", "limit_train_batches: rank 0 has 3, rank 1 has 4"),
+        ("validations", "val_every: rank 0 has 1 epochs, rank 1 has 5 steps"),
+        ("checkpoint_callback", "callbacks that all ranks need: rank 0 has none, rank 1 has ModelCheckpoint"),
+        ("own_callback", "no error"),
+        ("engine_settings", "precision: rank 0 has 32-true, rank 1 has bf16-mixed"),
         ("engine_rate", RATE),
         ("engine_rate_fsdp", RATE),
         ("engine_rate_later", RATE),

@@ -484,6 +484,33 @@ def rank_draws_in_fit() -> Any:
     return [apart(whole, resumed), apart(whole, half), whole.tolist()]
 
 
+class NoisyHooks(Dropped):
+    """Adds noise to reduced gradients, and to weights before the step."""
+
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            p.grad += torch.randn_like(p)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p += 0.1 * torch.randn_like(p)
+
+
+def rank_draws_in_hooks() -> Any:
+    """Weights after steps whose hooks draw; those of a run of half as many steps that is resumed; the number that this rank draws next."""
+    folder, module = one_folder(), NoisyHooks()
+    settings: dict[str, Any] = {"accelerator": "cpu", "seed": 1, "root_dir": folder, "strategy": "ddp"}
+    loader = DataLoader(TensorDataset(*data()), batch_size=1)
+    Fit(max_steps=4, accumulate_grad_batches=2, **settings).run(module, loader)
+    number, resumed = torch.rand(1).item(), NoisyHooks()
+    for steps, resume in ((2, None), (4, "last")):
+        saves = ModelCheckpoint(every="1 step")
+        fit = Fit(max_steps=steps, accumulate_grad_batches=2, callbacks=[saves], **settings)
+        fit.run(resumed, loader, resume=resume)
+    return [flat(module).tolist(), flat(resumed).tolist(), number]
+
+
 def rank_draws() -> Any:
     """The same in a loop with ``Engine``."""
     folder = one_folder()
@@ -698,6 +725,12 @@ def test_replicas_draw_alike_in_a_step_and_on_after_a_resume(found: Any) -> None
     assert weights == other[-1]
     assert [resumed, other[0]] == [0.0, 0.0]
     assert half > 1e-3
+
+
+def test_replicas_draw_alike_in_hooks_around_the_step(found: Any) -> None:
+    (weights, resumed, number), other = found["draws_in_hooks"]
+    assert weights == resumed == other[0] == other[1]
+    assert number != other[2]
 
 
 def test_replicas_draw_alike_in_a_loop_of_ones_own(found: Any) -> None:

@@ -128,6 +128,9 @@ class GradientState(_Shared):
             self.plugin = gradient_accumulation_plugin
 
     num_steps = property(lambda self: int(self.plugin.num_steps))
+    plugin_kwargs = property(lambda self: self.plugin.to_kwargs())
+    adjust_scheduler = property(lambda self: self.plugin.adjust_scheduler)
+    sync_with_dataloader = property(lambda self: self.plugin.sync_with_dataloader)
     in_dataloader = property(lambda self: bool(self.dataloader_references))
     active_dataloader = property(lambda self: self.dataloader_references[-1] if self.in_dataloader else None)
     end_of_dataloader = property(lambda self: self.in_dataloader and self.active_dataloader.end_of_dataloader)

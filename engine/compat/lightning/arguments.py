@@ -175,7 +175,6 @@ CALLBACKS: dict[str, dict[str, Argument]] = {
         "every_n_epochs": Argument(instead="here it is every='1 epochs'"),
         "save_on_train_epoch_end": Argument(
             instead="with monitor a checkpoint waits for the next validation, without it is saved when due",
-            with_validation="with validation, a score is taken after it; leave it out",
         ),
         "enable_version_counter": Argument(instead="a second checkpoint of one name gets '-step=N': leave it out"),
         "save_best_only": Argument(instead="here it is save_top_k=1, save_last=False"),
@@ -187,7 +186,6 @@ CALLBACKS: dict[str, dict[str, Argument]] = {
         ),
         "check_on_train_epoch_end": Argument(
             instead="it checks after each validation, or without validation after each epoch: leave it out",
-            with_validation="with validation it checks after it; leave it out",
         ),
     },
     "WeightAveraging": {"device": _AVERAGES_DEVICE},

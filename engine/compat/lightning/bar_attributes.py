@@ -87,8 +87,8 @@ class BarAttributes:
         """This rank's training batches of an epoch, or those that ``max_steps`` leaves."""
         trainer = self.trainer
         if trainer.max_epochs == -1 and trainer.max_steps > 0:
-            return min(trainer.num_training_batches, trainer.max_steps - trainer.global_step)  # type: ignore[no-any-return]
-        return trainer.num_training_batches  # type: ignore[no-any-return]
+            return min(trainer.num_training_batches, trainer.max_steps - trainer.global_step)
+        return trainer.num_training_batches
 
     @property
     def total_val_batches(self) -> Count:
@@ -102,17 +102,17 @@ class BarAttributes:
         """This rank's batches in the current validation loader."""
         trainer = self.trainer
         counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        return counts[self._current_eval_dataloader_idx or 0]  # type: ignore[no-any-return]
+        return counts[self._current_eval_dataloader_idx or 0]
 
     @property
     def total_test_batches_current_dataloader(self) -> Count:
         """This rank's batches in the current test loader."""
-        return self.trainer.num_test_batches[self._current_eval_dataloader_idx or 0]  # type: ignore[no-any-return]
+        return self.trainer.num_test_batches[self._current_eval_dataloader_idx or 0]
 
     @property
     def total_predict_batches_current_dataloader(self) -> Count:
         """This rank's batches in the current prediction loader."""
-        return self.trainer.num_predict_batches[self._current_eval_dataloader_idx or 0]  # type: ignore[no-any-return]
+        return self.trainer.num_predict_batches[self._current_eval_dataloader_idx or 0]
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
         """Whether ``dataloader_idx`` is another loader than in the call before."""

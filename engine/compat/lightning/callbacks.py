@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -338,7 +339,17 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
 
     @property
     def best_k_models(self) -> dict[str, Any]:
-        return {path: None if score is None else self._as_score(score) for path, score in super().best_k_models.items()}
+        """Path -> score of the ``save_top_k`` best checkpoints, best first; empty without ``monitor``, as in Lightning."""
+        kept = super().best_k_models.items() if self.monitor is not None else ()
+        scores = {path: None if score is None else self._as_score(score) for path, score in kept}
+        return scores if self.save_top_k == -1 else dict(islice(scores.items(), self.save_top_k))
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint's path, or without ``monitor`` the newest one's; empty if there is none, or with ``save_top_k=0``."""
+        if self.monitor is None and self.names and self.save_top_k:
+            return self._path(max(self.names))
+        return next(iter(self.best_k_models), "")
 
     @property
     def kth_best_model_path(self) -> str:
@@ -379,7 +390,7 @@ class EarlyStopping(NamesReason, Callback, own.EarlyStopping):
         self._at_train_epoch_end, self._after_validations = check_on_train_epoch_end, False
 
     @property
-    def stopped_epoch(self) -> int:  # type: ignore[override]
+    def stopped_epoch(self) -> int:
         """The epoch (from 0) in which this callback stopped the training; 0 if it did not."""
         return self._stopped_epoch or 0
 

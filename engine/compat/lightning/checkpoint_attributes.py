@@ -14,7 +14,6 @@ from engine.loop.run import Run
 class CheckpointAttributes:
     """Attributes of Lightning's ``ModelCheckpoint`` that repeat its arguments, and its file of scores."""
 
-    best_k_models: dict[str, Any]
     dirpath: Any
     verbose = save_weights_only = save_on_exception = False
     auto_insert_metric_name = True
@@ -37,7 +36,7 @@ class CheckpointAttributes:
         self.current_score = None if score is None else torch.tensor(score)
         return score
 
-    def to_yaml(self, filepath: Any = None) -> None:
+    def to_yaml(self: Any, filepath: Any = None) -> None:
         """Write :attr:`best_k_models` with the scores as numbers into a YAML file, by default ``best_k_models.yaml`` beside the checkpoints."""
         import yaml
 

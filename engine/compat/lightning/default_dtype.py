@@ -17,7 +17,10 @@ _METHODS = ("configure_model", "training_step", "validation_step", "test_step", 
 @contextmanager
 def default_dtype(module: TrainModule, dtype: torch.dtype | None) -> Iterator[None]:
     """Inside the block, the module's steps and ``configure_model`` have ``dtype`` as torch's default dtype; ``None``: nothing changes."""
-    names = [name for name in _METHODS if dtype is not None and overrides(module, name)]
+    if dtype is None:
+        yield
+        return
+    names = [name for name in _METHODS if overrides(module, name)]
     attributes = vars(module)
     before = {name: attributes[name] for name in names if name in attributes}
     attributes.update({name: _in_dtype(getattr(module, name), dtype) for name in names})
@@ -29,7 +32,7 @@ def default_dtype(module: TrainModule, dtype: torch.dtype | None) -> Iterator[No
         attributes.update(before)
 
 
-def _in_dtype(method: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
+def _in_dtype(method: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         usual = torch.get_default_dtype()

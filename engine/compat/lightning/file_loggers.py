@@ -33,6 +33,10 @@ class _Wrapped:
     is_alone = False
     """Whether no run is under way."""
 
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}[{self.stands_for.name}]; {self.stands_for.given}"
+
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         self.is_alone = not isinstance(run, Run)
         if not self.is_alone:
@@ -96,6 +100,8 @@ class FileLogger(Logger):
         sub_dir: Any = None,
         **options: Any,
     ) -> None:
+        self.given = f"save_dir={save_dir}, version={version}, sub_dir={sub_dir}"
+        """The arguments that tell two loggers apart, as text."""
         self.ours = self.of(**options)
         """The wrapped logger, which is passed to ``Fit``."""
         self.ours.stands_for = self

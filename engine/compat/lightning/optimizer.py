@@ -23,7 +23,7 @@ class LightningOptimizer(PreparedOptimizer):
         self.optimizer, self._of_run, self._module = raw(of_run), of_run, weakref.ref(module)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # so that isinstance(optimizer, torch.optim.SGD) is true, as in Lightning
+    def __class__(self) -> type:  # isinstance(optimizer, torch.optim.SGD), as in Lightning
         return type(self.optimizer)
 
     @contextmanager

@@ -275,14 +275,12 @@ class Trainer(TrainerView):
         return str(root) if "://" in str(root) else os.path.normpath(expanded(root))
 
     @property
-    def log_dir(self) -> str | None:
-        """The folder of the first logger, or without loggers that of the run; before a run ``default_root_dir``."""
-        if self.logger is None:
-            return self.default_root_dir if isinstance(self._run, BeforeRun) else str(self._run.folder)
-        folder = getattr(self.logger, "log_dir", None)
-        if folder is None and isinstance(self._run, BeforeRun):
-            folder = getattr(self.logger, "save_dir", None)
-        return super().log_dir if folder is None and not isinstance(self._run, BeforeRun) else folder
+    def log_dir(self) -> str:
+        """The folder of the first logger, or else of the run; before a run ``default_root_dir``."""
+        if not isinstance(self._run, BeforeRun):
+            return super().log_dir
+        folder = getattr(self.logger, "log_dir", None) or getattr(self.logger, "save_dir", None)
+        return self.default_root_dir if folder is None else str(folder)
 
     @property
     def _training(self) -> Run | BeforeRun:
@@ -305,7 +303,7 @@ class Trainer(TrainerView):
 
 
 def with_those_of_module(callbacks: list[Any], run: Run) -> list[Any]:
-    """Add the callbacks of the run's module to the trainer's; they replace those of the same classes, and the ones that save checkpoints come last."""
+    """Add the callbacks of the run's module to the trainer's; they replace those of the same classes. Those that save checkpoints come last."""
     known = {id(original(callback)) for callback in run.settings.callbacks}
     of_module = [original(callback) for callback in run.callbacks if id(original(callback)) not in known]
     kinds = {type(callback) for callback in of_module}

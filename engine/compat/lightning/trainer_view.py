@@ -76,6 +76,8 @@ class TrainerView:
     @property
     def max_steps(self) -> int:
         """The maximum number of optimizer steps; -1 if unlimited."""
+        if self.fast_dev_run:
+            return int(self.fast_dev_run)
         steps = self._run.max_steps
         return -1 if steps is None or steps >= NEVER else int(steps)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.compat.accelerate import names as accelerate
 from engine.compat.lightning import names as lightning
+from engine.compat.migrate import peers
 from engine.compat.migrate.imports import TRANSFORMERS, Api, library_name
 from engine.compat.migrate.stand_ins import module, stand_in
 from engine.compat.transformers.names import sentence_for
@@ -28,7 +29,7 @@ _DOORS = {
     "accelerate": "engine.interop.accelerate",
 }
 """Packages of the libraries -> those that replace them in an import; the first match counts."""
-_DEMOS = "lightning.pytorch.demos of the installed Lightning has its toys, which Fit and this Trainer take as they are"
+_INTEROP_OF = INTEROP_PACKAGES | {"fabric": "engine.interop.lightning.fabric"}
 RENAMED = lightning.RENAMED | accelerate.RENAMED
 """The libraries' names of classes and functions -> the names in ``engine``."""
 
@@ -65,9 +66,13 @@ def counterpart(api: Api) -> Counterpart:
             INTEROP, f"{interop_path}, or {lightning.BOUND[api.name]}", None, interop_object, refused(interop_object)
         )
     if engine_object is not None:
-        return Counterpart(AS_IS, engine_path, engine_object, interop_object)
+        instead = refused(interop_object) if interop_object is not None else _stand_in(api)[1]
+        return Counterpart(AS_IS, engine_path, engine_object, interop_object, instead)
     if interop_object is not None:
         return Counterpart(INTEROP, interop_path, None, interop_object, refused(interop_object))
+    path, instead = _stand_in(api)
+    if path:
+        return Counterpart(INTEROP, path, refused=instead)
     part = api.path.split(".")[0]
     sentence = (
         "it is private there"
@@ -75,6 +80,15 @@ def counterpart(api: Api) -> Counterpart:
         else f"{INTEROP_PACKAGES[api.library]} has nothing of this name"
     )
     return Counterpart(CHANGE, lightning.PARTS.get(part, sentence))
+
+
+def _stand_in(api: Api) -> tuple[str, str]:
+    """The path of the stand-in for a library's name, and what to use instead if it raises an error when it is used; empty if there is none."""
+    package = ".".join(filter(None, (_INTEROP_OF[api.library], api.path.rpartition(".")[0])))
+    found = peers.find(package, api.name)
+    if found is None:
+        return "", ""
+    return f"{package}.{api.name}", peers.advice(package, found).rstrip(".") if found.kind in peers.REFUSED else ""
 
 
 def refused(counterpart: object) -> str:
@@ -104,22 +118,23 @@ def failed_import(package: str, name: str = "") -> str:
         return ""
     api = library_name(f"{package}.{name}".rstrip("."))
     assert api is not None
-    if api.library == "lightning" and api.path.split(".")[0] == "demos":
-        return _DEMOS
     value, path = find_in_interop(api)
     if value is not None and "." in path.removeprefix(INTEROP_PACKAGES[api.library]):
         return f"{path} has it" if name else f"import from {path.rpartition('.')[0]}"
     match = counterpart(api)
-    missing = f"{door} has no {name!r}" if name and module(door) is not None else f"there is no module {door}"
+    missing = f"{door} has no {name!r}" if name and is_importable(door) else f"there is no module {door}"
     return f"{missing}: {match.sentence}" if match.sentence.partition(" ")[0] != missing.partition(" ")[0] else missing
 
 
 def is_importable(door: str, name: str = "") -> bool:
     """Whether the module ``door`` of ``engine.interop`` exists, and has ``name``, if one is given, as an attribute or as a module in it."""
     owner = module(door)
-    if not name or name == "*" or owner is None:
-        return owner is not None
-    return getattr(owner, name, None) is not None or module(f"{door}.{name}") is not None
+    if not name or name == "*":
+        return owner is not None or peers.has_module(door)
+    if owner is not None and getattr(owner, name, None) is not None:
+        return True
+    inner = f"{door}.{name}"
+    return module(inner) is not None or peers.has_module(inner) or peers.find(door, name) is not None
 
 
 def find_in_engine(api: Api) -> tuple[Any, str]:

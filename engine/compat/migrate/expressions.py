@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -401,8 +401,12 @@ class Walker(ast.NodeVisitor):
         for statement in node.body:
             self.visit(statement)
         self._import_may_fail = outer
+        values = dict(self._values.maps[0])
         for statement in node.orelse:
             self.visit(statement)
+        for name in _names_with_values(node.body) & _names_with_values(node.orelse):
+            if self._values.maps[0].get(name) != values.get(name):  # it depends on the condition
+                self._values.maps[0].pop(name, None)
         self._constants.leave_branch(tested)
         del self._tested_attributes[len(self._tested_attributes) - len(attributes) :]
 
@@ -412,19 +416,22 @@ class Walker(ast.NodeVisitor):
         self.generic_visit(node)
         del self._tested_attributes[len(self._tested_attributes) - len(attributes) :]
 
-    def _record_name(self, node: ast.expr, call: ast.Call | None = None) -> bool:
-        """Record that ``node`` names a library's class or function, or an attribute of one; return whether it does."""
+    def _record_name(self, node: ast.expr, call: ast.Call | None = None, is_used: bool = False) -> bool:
+        """Record that ``node`` names a library's class or function, or an attribute of one; return whether it does.
+
+        ``is_used``: an attribute of it is read.
+        """
         api = self.names.meaning(node, self.source)
         if not isinstance(api, Api) or is_package(api) or api.path in _ONLY_IN_TESTS:
             return isinstance(api, Api)
         head, _, name = api.path.rpartition(".")
         if head and isinstance(node, ast.Attribute) and _has_unknown_attributes(Api(api.library, head)):
-            return self._record_name(node.value)
+            return self._record_name(node.value, is_used=True)
         owner = object_of_library(Api(api.library, head)) if head else PLAIN_OBJECT
         if owner.engine_class is not None or owner.interop_class is not None or owner.advice:
             self._record_attribute(owner, name, node, call)
         else:
-            self._record(node, Named(api, call, id(node) in self._bases, self._package(node, api)))
+            self._record(node, Named(api, call, is_used or id(node) in self._bases, self._package(node, api)))
         return True
 
     def _package(self, node: ast.expr, api: Api) -> str:
@@ -509,6 +516,19 @@ def _tested_attributes(test: ast.expr) -> Iterator[str]:
     for node in ast.walk(test):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "hasattr" and len(node.args) == 2:
             yield str(getattr(node.args[1], "value", ""))
+
+
+def _names_with_values(branch: Sequence[ast.stmt]) -> set[str]:
+    """The names to which the statements assign something else than ``None``."""
+    assignments = (node for statement in branch for node in ast.walk(statement) if isinstance(node, ast.Assign))
+    return {
+        target.id
+        for node in assignments
+        if not _is_none(node.value)
+        for each in node.targets
+        for target in ast.walk(each)
+        if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
+    }
 
 
 def _is_none(node: ast.expr) -> bool:

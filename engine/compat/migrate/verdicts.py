@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeAlias
 from engine.compat.lightning.checks import refused_hook
 from engine.compat.lightning.names import CHECKPOINT, FILES, REPLACED
 from engine.compat.migrate.argument_values import (
-    after_validation,
     constructor,
     follows_validation,
     log_options,
@@ -44,14 +43,14 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Named:
-    """A use of a library's class or function: its name alone, a call (``call``), or a base class (``is_base``).
+    """A use of a library's class or function: its name alone, a call (``call``), or as a base class or an object with attributes (``is_used``).
 
     ``package``: the package, for a name that is read from it as an attribute: ``"lightning.pytorch.callbacks"``.
     """
 
     api: Api
     call: ast.Call | None = None
-    is_base: bool = False
+    is_used: bool = False
     package: str = ""
 
     @property
@@ -227,7 +226,7 @@ def _judge_name(question: Named) -> Iterator[Verdict]:
         yield Verdict(api.name, CHANGE, match.sentence)
         if call is not None and api.name.endswith(("Trainer", "TrainingArguments")):
             yield from _arguments_of_transformers(api.name, call)
-    elif match.refused and (call is not None or question.is_base):
+    elif match.refused and (call is not None or question.is_used):
         yield Verdict(api.name, CHANGE, match.refused)
     elif call is None or match.verdict == CHANGE:
         yield Verdict(api.name, match.verdict, match.sentence)
@@ -244,8 +243,6 @@ def _refused_values(api: Api, call: ast.Call, match: Counterpart) -> str:
     if api.name == "Trainer" and (parameters := signature(match.interop_object)) is not None:
         return trainer_arguments(call, parameters)
     if api.path.startswith("callbacks."):
-        if (parameters := signature(match.interop_object)) and (reason := after_validation(api.name, call, parameters)):
-            return reason
         return constructor(call, [cls for cls in (match.interop_object, find_in_engine(api)[0]) if cls])
     return ""
 

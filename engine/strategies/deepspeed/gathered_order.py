@@ -175,7 +175,7 @@ class GatheredOrder:
         self._backward = Pass(self._orders[key], "backward")
         self._in_backward.clear()
         # For a pass that is none for DeepSpeed: one through a frozen model.
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward_pass)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward_pass)
         return self._backward
 
     def end_backward_pass(self) -> None:
@@ -312,7 +312,7 @@ class GatheredOrder:
     def _restore(self, step: int, held: list[tuple[Any, Tensor]]) -> None:
         """Give a module the values that were gathered for it before."""
         module = self._modules[max(step, ~step)]
-        inflight = self._root.ds_inflight_param_registry
+        inflight: dict[Any, Any] = self._root.ds_inflight_param_registry  # type: ignore[assignment]
         restored = self._restored[step] = []
         for parameter, value in held:
             if parameter in inflight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def outcome(
         "files": sorted(path.name for path in folder.glob("*.ckpt") if "last" not in path.name),
         "best": Path(keeps.best_model_path).name,
         "score": None if score is None else float(score),
+        "ranked": {Path(path).name: float(score) for path, score in keeps.best_k_models.items()},
         "steps": fitted.global_step,
         "stopped": [stop.stopped_epoch or 0 for stop in stops],
         "waited": [stop.wait_count for stop in stops],
@@ -81,6 +83,8 @@ CASES: list[Any] = [
     ({"check_val_every_n_epoch": 2, "max_epochs": 5}, {**ALL, "every_n_epochs": 3}, None),
     ({"val_check_interval": 0.5, "accumulate_grad_batches": 2}, ALL, {"patience": 2}),
     ({"val_check_interval": 4, "accumulate_grad_batches": 2}, BEST, None),
+    ({"val_check_interval": 3, "accumulate_grad_batches": 2, "max_steps": 1, "max_epochs": -1}, ALL, None),
+    ({"val_check_interval": 5, "check_val_every_n_epoch": None, "accumulate_grad_batches": 4}, ALL, None),
     ({"val_check_interval": 0.25, "max_epochs": 4}, {**ALL, "every_n_epochs": 2}, None),
     ({"val_check_interval": 0.25}, {**ALL, "every_n_train_steps": 3}, None),
     ({"max_epochs": 5}, {**ALL, "every_n_epochs": 2}, None),
@@ -103,9 +107,38 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "checkpoint", "stopping"), CASES)
+QUICK = 1, 2, 4, 8, 11, 19, 24, 31
+
+
+@pytest.mark.parametrize(
+    ("options", "checkpoint", "stopping"),
+    [pytest.param(*case, marks=[] if n in QUICK else pytest.mark.slow) for n, case in enumerate(CASES)],
+)
 def test_validations_checkpoints_and_stops_are_lightnings(
     tmp_path: Path, options: dict[str, Any], checkpoint: dict[str, Any], stopping: dict[str, Any] | None
 ) -> None:
     theirs = outcome(THEIRS, tmp_path / "theirs", options, checkpoint, stopping)
     assert outcome(OURS, tmp_path / "ours", options, checkpoint, stopping) == theirs
+
+
+def test_the_newest_checkpoint_is_the_best_one_only_if_it_was_to_be_kept(tmp_path: Path) -> None:
+    found = []
+    for name, library in (("theirs", THEIRS), ("ours", OURS)):
+        for top, monitor in ((0, None), (1, None), (0, "score"), (1, "score")):
+            place = tmp_path / name / f"{top} {monitor}"
+            saves = library.callbacks.ModelCheckpoint(place, save_last=True, save_top_k=top, monitor=monitor)
+            fitted = trainer(library, place, enable_checkpointing=True, callbacks=[saves], max_epochs=3)
+            quietly(fitted.fit, scripted(library), data(), data(4))
+            ranked = [float(score) for score in saves.best_k_models.values()]
+            found.append((Path(saves.best_model_path).name, ranked, Path(saves.last_model_path).exists()))
+    assert found[4:] == found[:4]
+
+
+def test_a_callback_that_waits_for_validations_of_which_there_are_none_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stops = OURS.callbacks.EarlyStopping("epoch_loss", check_on_train_epoch_end=False)
+    fitted = trainer(OURS, tmp_path, check_val_every_n_epoch=2, max_epochs=1, callbacks=[stops])
+    with caplog.at_level(logging.WARNING, "engine"):
+        fitted.fit(scripted(OURS), data())
+    assert "EarlyStopping(check_on_train_epoch_end=True)" in caplog.text

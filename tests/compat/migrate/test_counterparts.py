@@ -7,8 +7,10 @@ import importlib
 import pytest
 
 import engine
-from engine.compat.migrate.counterparts import RENAMED, counterpart, is_package
+from engine.compat.migrate import peers
+from engine.compat.migrate.counterparts import RENAMED, counterpart, failed_import, is_package
 from engine.compat.migrate.imports import Api
+from engine.compat.peer_names import PeerNames
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,38 @@ def test_counterparts(library: str, path: str, verdict: str, where: str) -> None
     found = counterpart(Api(library, path))
     assert found.verdict == verdict
     assert found.sentence.startswith(where)
+
+
+@pytest.mark.parametrize(
+    ("package", "names"),
+    [
+        ("lightning", peers._PEERS["engine.interop.lightning"]),
+        ("accelerate", peers._PEERS["engine.interop.accelerate"]),
+    ],
+)
+def test_every_public_import_works(package: str, names: PeerNames) -> None:
+    dotted = {path: f"{package}.{path}".rstrip(".") for path in names.modules}
+    assert [path for path in dotted.values() if failed_import(path)] == []
+    found = [
+        f"{path}.{name}" for inner, path in dotted.items() for name in names.public(inner) if failed_import(path, name)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("api", "is_refused"),
+    [
+        (Api("lightning", "strategies.xla.XLAStrategy"), True),
+        (Api("lightning", "profilers.pytorch.RegisterRecordFunction"), True),
+        (Api("fabric", "Fabric"), True),
+        (Api("accelerate", "utils.modeling.get_balanced_memory"), True),
+        (Api("lightning", "utilities.exceptions.MisconfigurationException"), False),
+        (Api("lightning", "LightningModule"), False),
+    ],
+)
+def test_a_stand_in_needs_a_change_where_it_is_used(api: Api, is_refused: bool) -> None:
+    assert counterpart(api).verdict != "change"
+    assert bool(counterpart(api).refused) == is_refused
 
 
 def test_the_names_in_the_table_are_there_and_here() -> None:
