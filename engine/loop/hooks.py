@@ -35,6 +35,10 @@ WEIGHT_CHANGING_EVENTS = (
 """Events whose hooks may change weights. Before them the run waits until a checkpoint in progress has copied the weights."""
 
 
+_COPIES = "[Run]copies of the checkpoint"
+"""The owner of the hook that waits before :data:`WEIGHT_CHANGING_EVENTS`."""
+
+
 class Hooks:
     """For each event, the bound methods to call: callbacks in their order, then the module, then the callbacks that run last.
 
@@ -61,7 +65,7 @@ class Hooks:
         names = (*_events(), *(f"last_{event}" for event in SPLIT_EVENTS))
         self._owners: dict[str, list[str]] = {name: [] for name in names}  # by event: the names of its hooks' owners
         vars(self).update(dict.fromkeys(names, ()))
-        self._collected: set[tuple[int, str]] = set()  # the ids of owners, and the events that they override
+        self._called: set[tuple[int, str]] = set()  # the ids of owners, and the events whose hooks they have
         check_method_arguments(module, TrainModule)
         of_module = overridden_methods(module, _events(), TrainModule)
         named = [(f"[Callback]{c.state_key}", c) for c in callbacks]
@@ -74,10 +78,11 @@ class Hooks:
                 if event in SPLIT_EVENTS
                 else (early, late)
             )
-            pairs = [(name, hook) for name, c in first if (hook := self._of_callback(c, event)) is not None]
+            pairs = self._pairs(first, event)
             if event in of_module:
                 pairs.append((owner, _of_module(module, event)))
-            closing = [(name, hook) for name, c in last if (hook := self._of_callback(c, event)) is not None]
+                self._called.add((id(module), event))
+            closing = self._pairs(last, event)
             if event in SPLIT_EVENTS:
                 if closing:
                     self._set(f"last_{event}", closing)
@@ -85,52 +90,61 @@ class Hooks:
                 pairs += closing
             if pairs:
                 self._set(event, pairs)
-        self._note_collected(callbacks, module)
+        self._attributes = _attributes(callbacks, module)
 
-    def _note_collected(self, callbacks: Sequence[Callback], module: TrainModule) -> set[tuple[int, str]]:
-        """Note which owner overrides which events, and return what is new since the last call."""
-        overridden = {
-            (id(owner), event)
-            for owner, base in ((module, TrainModule), *((callback, Callback) for callback in callbacks))
-            for event in overridden_methods(owner, _events(), base)
-        }
-        new, self._collected = overridden - self._collected, self._collected | overridden
-        return new
+    def _pairs(self, owners: Sequence[tuple[str, Callback]], event: str) -> list[tuple[str, Hook]]:
+        """The names and hooks of the callbacks that override the event."""
+        pairs = []
+        for name, callback in owners:
+            if (hook := self._of_callback(callback, event)) is not None:
+                pairs.append((name, hook))
+                self._called.add((id(callback), event))
+        return pairs
 
     def take_late(self, callbacks: Sequence[Callback], module: TrainModule) -> None:
-        """Add the hooks that were set on ``module`` or ``callbacks``, those of the run, since they were collected, each in its owner's place."""
-        new = self._note_collected(callbacks, module)
-        if not new:
+        """Take over the hooks that were set on ``module`` or ``callbacks``, those of the run, as attributes since the last call, each in the place of
+        its owner. An attribute that is ``None`` removes the hook."""
+        before, self._attributes = self._attributes, _attributes(callbacks, module)
+        changed = {key for key, method in self._attributes.items() if key not in before or before[key] != method}
+        if not changed:
             return
-        first = [callback for callback in callbacks if not callback.runs_last]
-        order: list[TrainModule | Callback] = [
-            *first,
-            module,
-            *(callback for callback in callbacks if callback.runs_last),
-        ]
-        names = [
-            f"[Callback]{owner.state_key}" if isinstance(owner, Callback) else f"[TrainModule]{type(module).__name__}"
-            for owner in order
-        ]
-        for (owner, name), event in ((pair, event) for pair in zip(order, names, strict=True) for event in _events()):
-            if (id(owner), event) not in new:
-                continue
-            hook = self._of_callback(owner, event) if isinstance(owner, Callback) else _of_module(owner, event)
-            if hook is None:
-                continue
-            for wrapper in self._wrappers:
-                hook = wrapper(f"{name}.{event}", hook)
-            is_last = isinstance(owner, Callback) and (owner.runs_last or owner.is_early_stopping)
-            group = f"last_{event}" if is_last and event in SPLIT_EVENTS else event
-            pairs = list(zip(self._owners[group], getattr(self, group), strict=True))
-            if not pairs:
-                self._set(group, [(name, hook)])
-                continue
-            later = {known for known in names[names.index(name) + 1 :] if known != name}
-            place = next((index for index, (known, _) in enumerate(pairs) if known in later), len(pairs))
-            pairs.insert(place, (name, hook))
-            self._owners[group] = [known for known, _ in pairs]
-            setattr(self, group, tuple([method for _, method in pairs]))
+        first, last = ([callback for callback in callbacks if callback.runs_last is late] for late in (False, True))
+        owners: list[tuple[str, TrainModule | Callback]]
+        owners = [(f"[Callback]{callback.state_key}", callback) for callback in first]
+        owners.append((f"[TrainModule]{type(module).__name__}", module))
+        owners += [(f"[Callback]{callback.state_key}", callback) for callback in last]
+        for place, (_, owner) in enumerate(owners):
+            for event in _events():
+                if (id(owner), event) in changed:
+                    self._replace(event, owners, place)
+
+    def _replace(self, event: str, owners: Sequence[tuple[str, TrainModule | Callback]], place: int) -> None:
+        """Call the present method of the owner at ``place`` instead of the one before. ``owners``: all, in the order of their hooks."""
+        name, owner = owners[place]
+        if isinstance(owner, Callback):
+            hook, is_last = self._of_callback(owner, event), owner.runs_last or owner.is_early_stopping
+        else:
+            is_overridden = event in overridden_methods(owner, (event,), TrainModule)
+            hook, is_last = _of_module(owner, event) if is_overridden else None, False
+        for wrapper in self._wrappers if hook is not None else ():
+            hook = wrapper(f"{name}.{event}", hook)
+        group = f"last_{event}" if is_last and event in SPLIT_EVENTS else event
+        pairs = [pair for pair in zip(self._owners[group], getattr(self, group), strict=True) if pair[0] != _COPIES]
+        # Two owners may have one name: theirs are in the order of the owners.
+        before = sum(known == name and (id(other), event) in self._called for known, other in owners[:place])
+        indices = [index for index, (known, _) in enumerate(pairs) if known == name]
+        index = indices[before] if before < len(indices) else None
+        if (id(owner), event) in self._called:
+            if index is None:  # left out
+                return
+            del pairs[index]
+        elif index is None:
+            later = {known for known, _ in owners[place + 1 :] if known != name}
+            index = next((index for index, (known, _) in enumerate(pairs) if known in later), len(pairs))
+        if hook is not None:
+            pairs.insert(index, (name, hook))
+        (self._called.discard if hook is None else self._called.add)((id(owner), event))
+        self._set(group, pairs)
 
     @staticmethod
     def methods_of_steps(module: TrainModule) -> dict[str, Any]:
@@ -139,7 +153,7 @@ class Hooks:
 
     def _set(self, name: str, pairs: list[tuple[str, Hook]]) -> None:
         if pairs and name in WEIGHT_CHANGING_EVENTS:
-            pairs.insert(0, ("[Run]copies of the checkpoint", _wait_for_copies(self._writer)))
+            pairs.insert(0, (_COPIES, _wait_for_copies(self._writer)))
         self._owners[name] = [owner for owner, _ in pairs]
         setattr(self, name, tuple([hook for _, hook in pairs]))
 
@@ -211,6 +225,17 @@ class Hooks:
 def _events() -> tuple[str, ...]:
     """The names of all events, as :class:`engine.Callback` defines them."""
     return tuple(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
+
+
+@functools.cache
+def _event_names() -> frozenset[str]:
+    return frozenset(_events())
+
+
+def _attributes(callbacks: Sequence[Callback], module: TrainModule) -> dict[tuple[int, str], Any]:
+    """The hooks that are attributes of the objects themselves, by the id of the object and the event."""
+    owners: list[TrainModule | Callback] = [module, *callbacks]
+    return {(id(owner), event): vars(owner)[event] for owner in owners for event in vars(owner).keys() & _event_names()}
 
 
 def _without_withheld(method: Hook, logbook: Logbook) -> Hook:

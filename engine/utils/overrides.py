@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from types import FunctionType, MethodType
 from typing import Any
@@ -26,12 +27,21 @@ def use_base_methods(owner: Any, base: type) -> dict[str, bool]:
     Returns:
         The names, and whether the object itself had ``None`` there; for :func:`set_to_none`.
     """
+    methods = _methods(base)
+    found = [name for name, value in vars(owner).items() if value is None and name in methods]
+    for part in type(owner).__mro__[: type(owner).__mro__.index(base)]:
+        found += [name for name, value in vars(part).items() if value is None and name in methods]
     names = {}
-    for name, method in vars(base).items():
-        if isinstance(method, FunctionType) and getattr(owner, name, method) is None:
+    for name in found:
+        if getattr(owner, name) is None:
             names[name] = name in vars(owner)
-            vars(owner)[name] = MethodType(method, owner)
+            vars(owner)[name] = MethodType(methods[name], owner)
     return names
+
+
+@functools.cache
+def _methods(base: type) -> dict[str, FunctionType]:
+    return {name: method for name, method in vars(base).items() if isinstance(method, FunctionType)}
 
 
 def set_to_none(owner: Any, names: dict[str, bool]) -> None:

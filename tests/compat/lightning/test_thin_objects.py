@@ -427,6 +427,52 @@ def test_hooks_set_during_the_set_up_are_called(tmp_path: Path) -> None:
     assert same(ask, tmp_path) == ["of a callback", "of itself", "of setup", "of on_fit_start"]
 
 
+def test_a_hook_replaced_during_the_set_up(tmp_path: Path) -> None:
+    """On a module of the installed Lightning, under both trainers: wrapped by a callback, and switched off."""
+
+    def ask(L: Any, folder: Path) -> Any:
+        class Net(TheirNet):
+            def on_train_epoch_end(self) -> None:
+                self.calls.append("the module's own")
+
+            def on_train_end(self) -> None:
+                self.calls.append("never")
+
+        class Watcher(L.Callback):  # type: ignore[misc]
+            def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+                wrapped = pl_module.on_train_epoch_end
+                pl_module.on_train_epoch_end = lambda: (pl_module.calls.append("before it"), wrapped())[1]
+                pl_module.on_train_end = lambda: None
+
+        module = Net()
+        trainer(L, folder, max_epochs=1, callbacks=[Watcher()]).fit(module, loader())
+        return module.calls
+
+    assert same(ask, tmp_path) == ["before it", "the module's own"]
+
+
+def test_late_hooks_of_two_callbacks_of_one_class(tmp_path: Path) -> None:
+    def ask(L: Any, folder: Path) -> Any:
+        seen: list[str] = []
+
+        class Watcher(L.Callback):  # type: ignore[misc]
+            def __init__(self, number: int) -> None:
+                self.number = number
+
+            def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+                if self.number:
+                    self.on_train_epoch_start = lambda *args: seen.append(f"new start {self.number}")
+                    self.on_train_epoch_end = lambda *args: seen.append(f"new end {self.number}")
+
+            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+                seen.append(f"end {self.number}")
+
+        trainer(L, folder, max_epochs=1, callbacks=[Watcher(0), Watcher(1), Watcher(2)]).fit(net(L)(), loader())
+        return seen
+
+    assert same(ask, tmp_path) == ["new start 1", "new start 2", "end 0", "new end 1", "new end 2"]
+
+
 def test_a_step_set_during_the_set_up(tmp_path: Path) -> None:
     class Net(OurNet):
         def setup(self, stage: str) -> None:
