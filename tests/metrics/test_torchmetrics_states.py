@@ -129,7 +129,9 @@ def test_a_release_that_is_too_old_is_named(version: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torchmetrics, "__version__", version)
     if version.startswith(("0", "1.3")):
-        with pytest.raises(RuntimeError, match=rf"torchmetrics {version} is installed, and its metrics need at least 1\.4 here"):
+        with pytest.raises(
+            RuntimeError, match=rf"torchmetrics {version} is installed, and its metrics need at least 1\.4 here"
+        ):
             fit(tmp_path).run(Logs(), ones(1))
     else:
         fit(tmp_path).run(Logs(), ones(1))

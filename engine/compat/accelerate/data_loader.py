@@ -9,7 +9,6 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from engine.compat.accelerate import padded_loaders
-from engine.compat.accelerate.padded_loaders import DispatchedLoader as DataLoaderDispatcher
 from engine.compat.accelerate.padded_loaders import PaddedLoader as DataLoaderShard
 from engine.compat.accelerate.padded_shards import BatchSamplerShard as BatchSamplerShard
 from engine.compat.accelerate.padded_shards import IterableDatasetShard as IterableDatasetShard
@@ -17,7 +16,14 @@ from engine.compat.accelerate.padded_shards import SeedableRandomSampler as Seed
 from engine.compat.accelerate.state import GradientState, PartialState
 
 __all__ = [
-    *("DataLoaderDispatcher", "DataLoaderShard", "SkipBatchSampler", "SkipDataLoader", "prepare_data_loader", "skip_first_batches"),
+    *(
+        "DataLoaderDispatcher",
+        "DataLoaderShard",
+        "SkipBatchSampler",
+        "SkipDataLoader",
+        "prepare_data_loader",
+        "skip_first_batches",
+    ),
 ]
 
 
@@ -42,9 +48,13 @@ class SkipBatchSampler(BatchSampler):
 class SkipDataLoader(DataLoader[Any]):
     """A ``DataLoader`` that skips its first ``skip_batches`` batches; other arguments are those of ``DataLoader``."""
 
-    def __init__(self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
         if use_stateful_dataloader:
-            raise ValueError("SkipDataLoader(use_stateful_dataloader=True): a prepared loader's state_dict has its position; leave it out")
+            raise ValueError(
+                "SkipDataLoader(use_stateful_dataloader=True): a prepared loader's state_dict has its position; leave it out"
+            )
         super().__init__(dataset, **kwargs)
         self.skip_batches = skip_batches
 

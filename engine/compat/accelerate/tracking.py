@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from callbacks import loggers
-from engine import Run
 from engine.compat.accelerate.state import PartialState
+from engine.loop.run import Run
 from engine.utils.paths import expanded
 
 
@@ -73,7 +73,9 @@ class LoggerTracker(GeneralTracker):
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         if self._loop is not None and values:
-            raise ValueError(f"{type(self).__name__}.store_init_configuration comes after values were logged: call it before")
+            raise ValueError(
+                f"{type(self).__name__}.store_init_configuration comes after values were logged: call it before"
+            )
         self._config |= values
 
     def _open(self) -> loggers.LoggedLoop:
@@ -154,7 +156,9 @@ class MLflowTracker(LoggerTracker):
 
     name = "mlflow"
 
-    def __init__(self, experiment_name: str | None = None, logging_dir: str | Path | None = None, **options: Any) -> None:
+    def __init__(
+        self, experiment_name: str | None = None, logging_dir: str | Path | None = None, **options: Any
+    ) -> None:
         super().__init__(experiment_name, logging_dir, **options)
 
 

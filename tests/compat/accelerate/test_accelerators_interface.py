@@ -16,9 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from engine.compat.accelerate import arguments as translation
 from engine.interop import accelerate
-from engine.interop.accelerate import Accelerator, AcceleratorState, PartialState
+from engine.interop.accelerate import Accelerator, AcceleratorState, PartialState, tracking
 from engine.interop.accelerate import utils as u
-from engine.interop.accelerate import tracking
 from engine.interop.accelerate.tracking import GeneralTracker
 
 
@@ -200,7 +199,9 @@ def test_trackers_of_accelerates_classes(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in EventAccumulator(str(file)).Reload().Scalars("loss")] == [(3, 2.0)]
     with pytest.raises(ValueError, match="needs a folder: give Accelerator"):
         Accelerator(cpu=True, log_with="tensorboard").init_trackers("x")
-    with pytest.raises(NotImplementedError, match="SwanLabTracker has no counterpart: give log_with the tracker's name"):
+    with pytest.raises(
+        NotImplementedError, match="SwanLabTracker has no counterpart: give log_with the tracker's name"
+    ):
         tracking.SwanLabTracker("x")
     for name, kind in tracking.LOGGER_TYPE_TO_CLASS.items():
         assert kind.name == name
@@ -243,7 +244,14 @@ def test_the_dimensions_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in ({}, {"tp_size": 2}, {"dp_replicate_size": 2, "cp_size": 4}, {"dp_shard_size": 4, "sp_size": 2}):
         ours, expected = u.ParallelismConfig(**given), theirs.ParallelismConfig(**given)
         for name in (
-            *("total_size", "data_parallel_size", "non_data_parallel_size", "dp_dim_names", "dp_shard_cp_dim_names", "dp_cp_dim_names"),
+            *(
+                "total_size",
+                "data_parallel_size",
+                "non_data_parallel_size",
+                "dp_dim_names",
+                "dp_shard_cp_dim_names",
+                "dp_cp_dim_names",
+            ),
             *("tp_enabled", "cp_enabled", "sp_enabled", "dp_shard_enabled", "dp_replicate_enabled"),
         ):
             assert getattr(ours, name) == getattr(expected, name), name

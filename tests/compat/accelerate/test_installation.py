@@ -40,7 +40,8 @@ def tokenizer():
     from transformers import PreTrainedTokenizerFast
     fast = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     fast.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]")
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "eos", "unk", "cls", "sep")}
+    return PreTrainedTokenizerFast(tokenizer_object=fast, **special)
 """
 TAIL = """
 trainer.train()
@@ -81,9 +82,15 @@ trainer = SentenceTransformerTrainer(model, arguments, train_dataset=data, eval_
 def weights(script: str, folder: Path, ranks: int, which: str) -> list[dict[str, torch.Tensor]]:
     """Run a script under Accelerate (``"theirs"``) or under the door (``"ours"``), and return each rank's weights."""
     (folder / "script.py").write_text(HEAD + script + TAIL)
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"] if ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
+        if ranks > 1
+        else []
+    )
     command = [sys.executable, *launcher, str(folder / "script.py"), str(folder), which]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"{which}-{rank}.pt") for rank in range(ranks)]
 
@@ -120,7 +127,12 @@ def test_an_import_of_ours_alone_installs_nothing() -> None:
 
 
 def test_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.interop.accelerate.utils import clear_environment, patch_environment, purge_accelerate_environment, str_to_bool
+    from engine.interop.accelerate.utils import (
+        clear_environment,
+        patch_environment,
+        purge_accelerate_environment,
+        str_to_bool,
+    )
 
     monkeypatch.setenv("ACCELERATE_X", "1")
     monkeypatch.setenv("KEPT", "a")

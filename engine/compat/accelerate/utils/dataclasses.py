@@ -296,8 +296,8 @@ class ParallelismConfig(_Parallelism):
         """Build the mesh of these dimensions, with the joint ones ``dp``, ``dp_shard_cp`` and ``dp_cp``; ``None`` for a single rank."""
         if not self.active_mesh_dims:
             return None
-        names, sizes = self._get_mesh()
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        names = tuple(self.active_mesh_dims)
+        mesh = init_device_mesh(device_type, tuple(self.sizes[name] for name in names), mesh_dim_names=names)
         for joint in ("dp", "dp_shard_cp", "dp_cp"):
             if parts := getattr(self, f"{joint}_dim_names"):
                 mesh[tuple(parts)]._flatten(joint)
