@@ -134,7 +134,7 @@ _SCHEDULE_KEYS = tuple(field.name for field in fields(Schedule) if field.init)
 
 
 def _unknown(entry: Mapping[str, Any], possible: Sequence[str], where: str) -> list[str]:
-    """What an error, or a warning, says about each key of a dict that no key of these is."""
+    """One message for each key of ``entry`` that is not one of the possible keys."""
     return [
         f"configure_optimizers: unknown key {key!r}{where}{nearest(key, possible)}; possible: {', '.join(possible)}"
         for key in entry
@@ -151,9 +151,12 @@ class UnknownKeys:
 
     def _without(self, value: Any, possible: Sequence[str], where: str) -> Any:
         if isinstance(value, (list, tuple)):
-            first, rest = (possible, where), (_SCHEDULE_KEYS, " in lr_scheduler")
+            optimizer_keys, schedule_keys = (possible, where), (_SCHEDULE_KEYS, " in lr_scheduler")
             in_two = len(value) == 2 and isinstance(value[0], (list, tuple))
-            return [self._without(part, *(rest if in_two and index else first)) for index, part in enumerate(value)]
+            return [
+                self._without(part, *(schedule_keys if in_two and index else optimizer_keys))
+                for index, part in enumerate(value)
+            ]
         if not isinstance(value, Mapping):
             return value
         self.messages += [f"{message}; it is left out" for message in _unknown(value, possible, where)]

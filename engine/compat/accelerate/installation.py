@@ -14,7 +14,14 @@ from engine.compat.accelerate.accelerator import Accelerator
 from engine.compat.accelerate.door import PACKAGE
 
 NAME = "accelerate"
-_USERS = ("transformers.trainer", "transformers.training_args", "transformers.modeling_utils", "trl", "sentence_transformers", "peft")
+_USERS = (
+    "transformers.trainer",
+    "transformers.training_args",
+    "transformers.modeling_utils",
+    "trl",
+    "sentence_transformers",
+    "peft",
+)
 """Modules of other packages that keep what they have imported from Accelerate."""
 
 
