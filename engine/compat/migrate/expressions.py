@@ -39,14 +39,15 @@ from engine.compat.migrate.known_objects import (
 )
 from engine.compat.migrate.sources import Source
 from engine.compat.migrate.verdicts import (
+    OPENERS,
     Attribute,
     CheckpointEntry,
     Construction,
     Definition,
     FileName,
     Import,
-    LoadedPath,
     Named,
+    OpenedPath,
     Question,
     SchedulerDict,
     verdicts,
@@ -323,8 +324,8 @@ class Walker(ast.NodeVisitor):
         else:
             if isinstance(meaning, ClassInfo):
                 self._record_instance(node, meaning, call)
-            elif meaning == "torch.load" and self._is_checkpoint(node):
-                self._record(node, LoadedPath())
+            elif (function := _function_name(node, meaning)) in OPENERS and self._is_checkpoint(node, function):
+                self._record(node, OpenedPath(function))
             elif meaning == "functools.partial" and node.args:
                 api = self.names.meaning(node.args[0], self.source)
                 if isinstance(api, Api):
@@ -341,15 +342,19 @@ class Walker(ast.NodeVisitor):
                 owners[id(argument)] = owner.cls
         return owners
 
-    def _is_checkpoint(self, call: ast.Call) -> bool:
-        """Whether a call of ``torch.load`` opens a checkpoint that a run has written."""
-        path = call.args[0] if call.args else next((item.value for item in call.keywords if item.arg == "f"), None)
+    def _is_checkpoint(self, call: ast.Call, function: str) -> bool:
+        """Whether a call of ``function`` opens a checkpoint that a run has written."""
+        path = (
+            call.args[0]
+            if call.args
+            else next((item.value for item in call.keywords if item.arg in ("f", "src", "file", "path")), None)
+        )
         if path is None or not self.names.uses_lightning or self.names.writes_pickles:
             return False
         owner = self._value_of(path.value) if isinstance(path, ast.Attribute) else None
         path = self._constants.expression(path, None if owner is None else owner.cls)
         if isinstance(path, ast.Constant):
-            return path.value in self.names.saved_paths
+            return function == "torch.load" and path.value in self.names.saved_paths  # one file, but no pickle
         parts = (
             self._constants.expression(node) for node in ast.walk(path) if isinstance(node, (ast.Name, ast.Attribute))
         )
@@ -494,6 +499,11 @@ _CHECKPOINT_PATHS = ("best_model_path", "last_model_path", "kth_best_model_path"
 """Attributes that have the path of a checkpoint."""
 _ONLY_IN_TESTS = ("test_utils.training.mocked_dataloaders",)
 """Names that Accelerate's examples import only for their own tests; they are not reported."""
+
+
+def _function_name(call: ast.Call, meaning: Meaning) -> str:
+    """The dotted name of the function that is called, if it is of no source and no library; a built-in's own name."""
+    return meaning if isinstance(meaning, str) else getattr(call.func, "id", "") if meaning is None else ""
 
 
 def _has_unknown_attributes(api: Api) -> bool:

@@ -89,9 +89,10 @@ class Import:
 
 
 @dataclass(frozen=True)
-class LoadedPath:
-    """A call of ``torch.load`` with the path of a checkpoint that a run has written."""
+class OpenedPath:
+    """A call of ``function``, which needs a file, with the path of a checkpoint that a run has written."""
 
+    function: str
     library = "lightning"
 
 
@@ -154,14 +155,24 @@ class SchedulerDict:
 
 
 Question: TypeAlias = (
-    Named | Import | LoadedPath | Attribute | CheckpointEntry | FileName | Construction | Definition | SchedulerDict
+    Named | Import | OpenedPath | Attribute | CheckpointEntry | FileName | Construction | Definition | SchedulerDict
 )
-LOADED = (
-    "a checkpoint is no pickle, which torch.load needs: load_from_checkpoint(path) and ckpt_path=path take it; or set "
+_FOLDER = "a checkpoint is a folder, not a file"
+_FILES = "engine.interop.lightning.callbacks.ModelCheckpoint.pickles = True before the training writes files, too"
+OPENERS = {
+    "torch.load": "a checkpoint is no pickle, which torch.load needs: load_from_checkpoint(path) and ckpt_path=path take it; or set "
     "engine.interop.lightning.callbacks.ModelCheckpoint.pickles = True before the training, or give save_checkpoint(path, pickle=True): these "
-    "write files for torch.load"
-)
-"""What to do where a script opens a checkpoint with ``torch.load``."""
+    "write files for torch.load",
+    **dict.fromkeys(
+        ("shutil.copy", "shutil.copy2", "shutil.copyfile"),
+        f"{_FOLDER}: use shutil.copytree or 'fit checkpoint pack'; {_FILES}",
+    ),
+    **dict.fromkeys(
+        ("os.remove", "os.unlink"), f"{_FOLDER}: use trainer.strategy.remove_checkpoint(path) or shutil.rmtree"
+    ),
+    "open": f"{_FOLDER}; {_FILES}",
+}
+"""Functions that open a file -> what to do where a script gives them the path of a checkpoint."""
 PLATEAU = (
     "it steps before the validation that is due at its step, where Lightning's steps after it: the first step needs 'strict': False, "
     "and each one follows the validation before; 'interval': 'epoch' follows the epoch's own validation"
@@ -179,8 +190,8 @@ def verdicts(question: Question) -> Iterator[Verdict]:
         case Import(package, name):
             reason = failed_import(package, name)
             return iter([Verdict(f"import {package}.{name}".rstrip("."), CHANGE, reason)] if reason else ())
-        case LoadedPath():
-            return iter([Verdict("torch.load()", CHANGE, LOADED)])
+        case OpenedPath(function):
+            return iter([Verdict(f"{function}()", CHANGE, OPENERS[function])])
         case Construction():
             return _judge_construction(question)
         case CheckpointEntry(key):
