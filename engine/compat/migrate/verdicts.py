@@ -275,9 +275,9 @@ def _judge_attribute(question: Attribute) -> Iterator[Verdict]:
     if question.is_set:
         if any(members) or (known_object.all_names_known and name in known_object.advice):
             verdict = _best_verdict(*(member is not None and member.settable for member in members))
-            yield Verdict(
-                f"{label} =", verdict, f"it cannot be set: {known_object.advice_for(name)}" if verdict == CHANGE else ""
-            )
+            advice = known_object.advice.get(name)
+            refusal = f"it cannot be set: {advice}" if advice else "it cannot be set"
+            yield Verdict(f"{label} =", verdict, refusal if verdict == CHANGE else "")
     elif not any(members):
         if not question.defined_by_user and (known_object.all_names_known or name in known_object.advice):
             yield Verdict(label, CHANGE, known_object.advice_for(name))
@@ -312,7 +312,8 @@ def _judge_definition(question: Definition) -> Iterator[Verdict]:
     members = known_object.members(name)
     if not any(members):
         return
-    reason = _why_not_callable(question, members)
+    # A run calls hooks; the methods of a trainer are called by the user.
+    reason = "" if known_object.is_trainer else _why_not_callable(question, members)
     verdict = CHANGE if reason else _best_verdict(*(member is not None for member in members))
     if verdict == AS_IS and name == "on_train_batch_end" and _reads_keys(method, "outputs"):
         verdict, reason = INTEROP, "with engine alone, outputs is what training_step returned"
