@@ -116,7 +116,7 @@ class Walker(ast.NodeVisitor):
             self.visit(default)
         self._values = self._values.new_child(self._arguments(node))
         self._constants.enter(node)
-        outer, self._foreign = self._foreign, self._foreign | _foreign_imports(node)
+        outer, self._foreign = self._foreign, self._foreign | _foreign_imports(node, self.names.packages)
         for statement in node.body:
             self.visit(statement)
         self._foreign = outer
@@ -519,15 +519,15 @@ _ONLY_IN_TESTS = ("test_utils.training.mocked_dataloaders",)
 """Names that Accelerate's examples import only for their own tests; they are not reported."""
 
 
-def _foreign_imports(function: ast.FunctionDef | ast.AsyncFunctionDef) -> frozenset[str]:
-    """The names under which a function imports packages that are none of the libraries'."""
+def _foreign_imports(function: ast.FunctionDef | ast.AsyncFunctionDef, packages: set[str]) -> frozenset[str]:
+    """The names under which a function imports packages that are neither the libraries' nor the sources' own ``packages``."""
     names: set[str] = set()
     for node in ast.walk(function):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             is_absolute = isinstance(node, ast.Import) or not node.level
             for alias in node.names if is_absolute else ():
                 dotted = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
-                if library_name(dotted) is None:
+                if library_name(dotted) is None and dotted.split(".")[0] not in packages:
                     names.add(alias.asname or alias.name.split(".")[0])
     return frozenset(names)
 

@@ -141,6 +141,15 @@ def f(checkpoint: pl.callbacks.ModelCheckpoint): ...
     assert found == [(13, "EarlyStopping.__init__(no_such=)")]
 
 
+def test_a_function_imports_classes_of_its_own_package(tmp_path: Path) -> None:
+    report = report_of(
+        tmp_path,
+        pkg__own=f"{HEAD}class Mine(pl.Trainer): ...\n",
+        pkg__run="def run():\n    from pkg.own import Mine\n    Mine(gpus=1)\n",
+    )
+    assert [use.name for use in report.uses if use.verdict == CHANGE] == ["Trainer.__init__(gpus=)"]
+
+
 def test_attributes_for_whose_lack_a_source_is_prepared(tmp_path: Path) -> None:
     text = f"""\
 {HEAD}
