@@ -4,8 +4,9 @@
 
 Each entry (``published_entries.py``: packages; ``lightning_demos.py``: Lightning's demos, its examples and what its documentation
 shows) trains twice, each time in a process of its own: with the real Lightning, and with ``engine.interop.lightning`` in its place
-(``as_lightning.py``); nothing else differs. The table shows the optimizer steps that were counted and the largest absolute difference
-between the final weights.
+(``as_lightning.py``); nothing else differs. Packages of ``changed_import_entries.py``, on Lightning or Accelerate, are loaded with their
+import statements changed (``changed_imports.py``); nothing is borrowed there. The table shows the optimizer steps that were counted and the
+largest absolute difference between the final weights.
 
 Two documented differences are taken out of the comparison, on both sides alike: shuffled loaders read their data in order (the order is a function
 of (seed, epoch) here, and of global random numbers there), and the random numbers of a step are seeded with its number (the loaders draw from the
@@ -42,11 +43,16 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import as_lightning  # noqa: E402
+import changed_import_entries  # noqa: E402
+import changed_imports  # noqa: E402
 import lightning_demos  # noqa: E402
 import published_entries  # noqa: E402
 from entry import Entry  # noqa: E402
 
-ENTRIES = {entry.name: entry for entry in (*published_entries.ENTRIES, *lightning_demos.ENTRIES)}
+ENTRIES = {
+    entry.name: entry
+    for entry in (*published_entries.ENTRIES, *lightning_demos.ENTRIES, *changed_import_entries.ENTRIES)
+}
 LIBRARIES = ("lightning", "engine")
 EQUAL = 1e-5
 LIMIT_S = 120
@@ -120,8 +126,12 @@ def train(name: str, finder: as_lightning.Finder | None, out: Path) -> None:
 
 def worker(names: list[str], library: str, out: Path) -> None:
     """Train each entry in a fork of this process, which has imported the library, in a folder of its own; write ``NAME.LIBRARY.pt`` and ``.log``."""
-    finder = as_lightning.install() if library == "engine" else None
-    import_module("lightning.pytorch")
+    finder = None
+    if library == "engine" and ENTRIES[names[0]].group == changed_import_entries.GROUP:
+        import_module(changed_import_entries.INSTEAD)
+    else:
+        finder = as_lightning.install() if library == "engine" else None
+        import_module("lightning.pytorch")
     read_in_order()
     torch.set_num_threads(1)
     for name in names:
@@ -134,6 +144,8 @@ def worker(names: list[str], library: str, out: Path) -> None:
                 os.chdir(folder)
                 signal.alarm(LIMIT_S)
                 try:
+                    if library == "engine" and finder is None:
+                        changed_imports.install(ENTRIES[name].modules)
                     train(name, finder, out / f"{name}.{library}.pt")
                     status = 0
                 except BaseException:
@@ -258,17 +270,17 @@ def main() -> int:
         print("\n".join(f"{entry.group:9} {entry.package:28} {entry.name}" for entry in wanted))
         return 0
     sources = args.sources.resolve() if args.sources else None
-    places: dict[str, list[Entry]] = {}
+    places: dict[tuple[str, bool], list[Entry]] = {}
     for entry in wanted:
         python = interpreter(entry.modules, (*args.python, sys.executable))
         if python is None or (entry.source and not (sources and (sources / entry.source).exists())):
             missing = entry.package if python is None else entry.source
             print(f"left out: {entry.name}: {missing} is not there", file=sys.stderr)
         else:
-            places.setdefault(python, []).append(entry)
+            places.setdefault((python, entry.group == changed_import_entries.GROUP), []).append(entry)
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
-        for python, entries in places.items():
+        for (python, _), entries in places.items():
             names = [entry.name for entry in entries]
             workers = [start(names, library, python, Path(folder), sources) for library in LIBRARIES]
             for each in workers:

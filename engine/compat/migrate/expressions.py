@@ -39,14 +39,15 @@ from engine.compat.migrate.known_objects import (
 )
 from engine.compat.migrate.sources import Source
 from engine.compat.migrate.verdicts import (
+    OPENERS,
     Attribute,
     CheckpointEntry,
     Construction,
     Definition,
     FileName,
     Import,
-    LoadedPath,
     Named,
+    OpenedPath,
     Question,
     SchedulerDict,
     verdicts,
@@ -85,6 +86,7 @@ class Walker(ast.NodeVisitor):
         self._constants = Constants(source.tree)
         self._import_may_fail = False
         self._attribute_may_fail = False
+        self._foreign: frozenset[str] = frozenset()  # names that the function at hand imports from elsewhere
         self._tested_attributes: list[str] = []
         self._class: ClassInfo | None = None
         self._self: Value | None = None
@@ -114,8 +116,10 @@ class Walker(ast.NodeVisitor):
             self.visit(default)
         self._values = self._values.new_child(self._arguments(node))
         self._constants.enter(node)
+        outer, self._foreign = self._foreign, self._foreign | _foreign_imports(node, self.names.packages)
         for statement in node.body:
             self.visit(statement)
+        self._foreign = outer
         self._constants.leave()
         self._values = self._values.parents
 
@@ -175,6 +179,15 @@ class Walker(ast.NodeVisitor):
         name = FOLLOWED.get(meaning.name) or KINDS.get(meaning.name)
         return None if name is None else Value(known_objects()[name])
 
+    def _meaning(self, node: ast.expr) -> Meaning:
+        """What a (dotted) name refers to; ``None`` if the function at hand has imported another package under this name."""
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        return (
+            None if isinstance(root, ast.Name) and root.id in self._foreign else self.names.meaning(node, self.source)
+        )
+
     # -- values of expressions ---------------------------------------------------------------------------------------------------
 
     def visit_Assign(self, node: ast.Assign) -> None:
@@ -220,7 +233,7 @@ class Walker(ast.NodeVisitor):
         if isinstance(node, ast.Name):
             return self._values.get(node.id)
         if isinstance(node, ast.Call):
-            if (value := self._instance(self.names.meaning(node.func, self.source))) is not None:
+            if (value := self._instance(self._meaning(node.func))) is not None:
                 return value
             if isinstance(node.func, ast.Name) and node.func.id == "super" and self._self is not None:
                 return Value(self._self.known_object, self._self.cls)
@@ -285,7 +298,7 @@ class Walker(ast.NodeVisitor):
             self._record_name(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if isinstance(self.names.meaning(node, self.source), Api) and self._record_name(node):
+        if isinstance(self._meaning(node), Api) and self._record_name(node):
             return
         owner = self._value_of(node.value)
         if owner is not None:
@@ -313,7 +326,7 @@ class Walker(ast.NodeVisitor):
             self._record(node, SchedulerDict(self._self.known_object, self._class, node))
 
     def visit_Call(self, node: ast.Call) -> None:
-        meaning = self.names.meaning(node.func, self.source)
+        meaning = self._meaning(node.func)
         call = self._constants.with_values(node, self._owners(node))
         if isinstance(node.func, ast.Attribute) and (owner := self._value_of(node.func.value)) is not None:
             self._record_member(node.func, owner, call)
@@ -323,10 +336,10 @@ class Walker(ast.NodeVisitor):
         else:
             if isinstance(meaning, ClassInfo):
                 self._record_instance(node, meaning, call)
-            elif meaning == "torch.load" and self._is_checkpoint(node):
-                self._record(node, LoadedPath())
+            elif (function := _function_name(node, meaning)) in OPENERS and self._is_checkpoint(node, function):
+                self._record(node, OpenedPath(function))
             elif meaning == "functools.partial" and node.args:
-                api = self.names.meaning(node.args[0], self.source)
+                api = self._meaning(node.args[0])
                 if isinstance(api, Api):
                     self._record_name(node.args[0], ast.Call(node.args[0], call.args[1:], call.keywords))
             self.visit(node.func)
@@ -341,15 +354,19 @@ class Walker(ast.NodeVisitor):
                 owners[id(argument)] = owner.cls
         return owners
 
-    def _is_checkpoint(self, call: ast.Call) -> bool:
-        """Whether a call of ``torch.load`` opens a checkpoint that a run has written."""
-        path = call.args[0] if call.args else next((item.value for item in call.keywords if item.arg == "f"), None)
+    def _is_checkpoint(self, call: ast.Call, function: str) -> bool:
+        """Whether a call of ``function`` opens a checkpoint that a run has written."""
+        path = (
+            call.args[0]
+            if call.args
+            else next((item.value for item in call.keywords if item.arg in ("f", "src", "file", "path")), None)
+        )
         if path is None or not self.names.uses_lightning or self.names.writes_pickles:
             return False
         owner = self._value_of(path.value) if isinstance(path, ast.Attribute) else None
         path = self._constants.expression(path, None if owner is None else owner.cls)
         if isinstance(path, ast.Constant):
-            return path.value in self.names.saved_paths
+            return function == "torch.load" and path.value in self.names.saved_paths  # one file, but no pickle
         parts = (
             self._constants.expression(node) for node in ast.walk(path) if isinstance(node, (ast.Name, ast.Attribute))
         )
@@ -421,7 +438,7 @@ class Walker(ast.NodeVisitor):
 
         ``is_used``: an attribute of it is read.
         """
-        api = self.names.meaning(node, self.source)
+        api = self._meaning(node)
         if not isinstance(api, Api) or is_package(api) or api.path in _ONLY_IN_TESTS:
             return isinstance(api, Api)
         head, _, name = api.path.rpartition(".")
@@ -479,6 +496,12 @@ class Walker(ast.NodeVisitor):
             self._record_constructor(node, cls, call)
         elif constructor.args.kwarg is not None and _forwards(constructor, constructor.args.kwarg.arg):
             named = {argument.arg for argument in (*constructor.args.args, *constructor.args.kwonlyargs)}
+            # `options.pop("name")` takes it out.
+            named |= {
+                node.value
+                for node in ast.walk(constructor)
+                if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            }
             keywords = [keyword for keyword in call.keywords if keyword.arg not in named]
             if keywords:
                 self._record_constructor(node, cls, ast.Call(call.func, [], keywords))
@@ -494,6 +517,24 @@ _CHECKPOINT_PATHS = ("best_model_path", "last_model_path", "kth_best_model_path"
 """Attributes that have the path of a checkpoint."""
 _ONLY_IN_TESTS = ("test_utils.training.mocked_dataloaders",)
 """Names that Accelerate's examples import only for their own tests; they are not reported."""
+
+
+def _foreign_imports(function: ast.FunctionDef | ast.AsyncFunctionDef, packages: set[str]) -> frozenset[str]:
+    """The names under which a function imports packages that are neither the libraries' nor the sources' own ``packages``."""
+    names: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            is_absolute = isinstance(node, ast.Import) or not node.level
+            for alias in node.names if is_absolute else ():
+                dotted = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+                if library_name(dotted) is None and dotted.split(".")[0] not in packages:
+                    names.add(alias.asname or alias.name.split(".")[0])
+    return frozenset(names)
+
+
+def _function_name(call: ast.Call, meaning: Meaning) -> str:
+    """The dotted name of the function that is called, if it is of no source and no library; a built-in's own name."""
+    return meaning if isinstance(meaning, str) else getattr(call.func, "id", "") if meaning is None else ""
 
 
 def _has_unknown_attributes(api: Api) -> bool:

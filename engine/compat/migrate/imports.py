@@ -306,7 +306,7 @@ class Names:
             # A script's neighbours may be imported without their folder's name.
             folder = module if self.modules[module].is_package else module.rpartition(".")[0]
             neighbour = f"{folder}.{entry}"
-            is_neighbour = neighbour.rpartition(".")[0] in self.modules or neighbour in self.modules
+            is_neighbour = neighbour in self.modules or ("." in entry and neighbour.rpartition(".")[0] in self.modules)
             if is_neighbour and entry.split(".")[0] not in self.packages and library_name(entry) is None:
                 return self._dotted(neighbour, depth + 1)
             return self._dotted(entry, depth + 1)

@@ -88,9 +88,10 @@ class Import:
 
 
 @dataclass(frozen=True)
-class LoadedPath:
-    """A call of ``torch.load`` with the path of a checkpoint that a run has written."""
+class OpenedPath:
+    """A call of ``function``, which needs a file, with the path of a checkpoint that a run has written."""
 
+    function: str
     library = "lightning"
 
 
@@ -153,14 +154,24 @@ class SchedulerDict:
 
 
 Question: TypeAlias = (
-    Named | Import | LoadedPath | Attribute | CheckpointEntry | FileName | Construction | Definition | SchedulerDict
+    Named | Import | OpenedPath | Attribute | CheckpointEntry | FileName | Construction | Definition | SchedulerDict
 )
-LOADED = (
-    "a checkpoint is no pickle, which torch.load needs: load_from_checkpoint(path) and ckpt_path=path take it; or set "
+_FOLDER = "a checkpoint is a folder, not a file"
+_FILES = "engine.interop.lightning.callbacks.ModelCheckpoint.pickles = True before the training writes files, too"
+OPENERS = {
+    "torch.load": "a checkpoint is no pickle, which torch.load needs: load_from_checkpoint(path) and ckpt_path=path take it; or set "
     "engine.interop.lightning.callbacks.ModelCheckpoint.pickles = True before the training, or give save_checkpoint(path, pickle=True): these "
-    "write files for torch.load"
-)
-"""What to do where a script opens a checkpoint with ``torch.load``."""
+    "write files for torch.load",
+    **dict.fromkeys(
+        ("shutil.copy", "shutil.copy2", "shutil.copyfile"),
+        f"{_FOLDER}: use shutil.copytree or 'fit checkpoint pack'; {_FILES}",
+    ),
+    **dict.fromkeys(
+        ("os.remove", "os.unlink"), f"{_FOLDER}: use trainer.strategy.remove_checkpoint(path) or shutil.rmtree"
+    ),
+    "open": f"{_FOLDER}; {_FILES}",
+}
+"""Functions that open a file -> what to do where a script gives them the path of a checkpoint."""
 PLATEAU = (
     "it steps before the validation that is due at its step, where Lightning's steps after it: the first step needs 'strict': False, "
     "and each one follows the validation before; 'interval': 'epoch' follows the epoch's own validation"
@@ -178,8 +189,8 @@ def verdicts(question: Question) -> Iterator[Verdict]:
         case Import(package, name):
             reason = failed_import(package, name)
             return iter([Verdict(f"import {package}.{name}".rstrip("."), CHANGE, reason)] if reason else ())
-        case LoadedPath():
-            return iter([Verdict("torch.load()", CHANGE, LOADED)])
+        case OpenedPath(function):
+            return iter([Verdict(f"{function}()", CHANGE, OPENERS[function])])
         case Construction():
             return _judge_construction(question)
         case CheckpointEntry(key):
@@ -261,9 +272,9 @@ def _judge_attribute(question: Attribute) -> Iterator[Verdict]:
     if question.is_set:
         if any(members) or (known_object.all_names_known and name in known_object.advice):
             verdict = _best_verdict(*(member is not None and member.settable for member in members))
-            yield Verdict(
-                f"{label} =", verdict, f"it cannot be set: {known_object.advice_for(name)}" if verdict == CHANGE else ""
-            )
+            advice = known_object.advice.get(name)
+            refusal = f"it cannot be set: {advice}" if advice else "it cannot be set"
+            yield Verdict(f"{label} =", verdict, refusal if verdict == CHANGE else "")
     elif not any(members):
         if not question.defined_by_user and (known_object.all_names_known or name in known_object.advice):
             yield Verdict(label, CHANGE, known_object.advice_for(name))
@@ -298,7 +309,8 @@ def _judge_definition(question: Definition) -> Iterator[Verdict]:
     members = known_object.members(name)
     if not any(members):
         return
-    reason = _why_not_callable(question, members)
+    # A run calls hooks; the methods of a trainer are called by the user.
+    reason = "" if known_object.is_trainer else _why_not_callable(question, members)
     verdict = CHANGE if reason else _best_verdict(*(member is not None for member in members))
     if verdict == AS_IS and name == "on_train_batch_end" and _reads_keys(method, "outputs"):
         verdict, reason = INTEROP, "with engine alone, outputs is what training_step returned"

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from engine.compat.transformers.arguments import ARGUMENTS, NAMED_AFTER
 
-_TRAINER = "Fit(...).run(HFModule(model, ...), loader, val_loader) trains; engine.huggingface has HFModule"
+_TRAINER = (
+    "Fit(...).run(HFModule(model, ...), loader, val_loader) trains; engine.huggingface has HFModule. Or the Trainer stays, on our Accelerator: "
+    "engine.interop.accelerate.install() in the script's first line"
+)
 _ARGUMENTS = (
     "'fit config --from-training-args FILE' writes the settings, and the lines of code for HFModule and the DataLoader"
 )

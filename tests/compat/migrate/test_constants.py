@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from reported import changes
+from reported import changes, report_of
 
 HEAD = "import argparse\nimport lightning.pytorch as pl\nfrom dataclasses import dataclass\nfrom functools import partial\n"
 REFUSED = "model_registry"
@@ -58,6 +58,7 @@ def test_a_value_that_is_not_known(tmp_path: Path, text: str) -> None:
         ("trainer.save_checkpoint('mine.ckpt')\ntorch.load('mine.ckpt')", 1),
         ("class Runs:\n    def f(self):\n        self.best = c.best_model_path\n        torch.load(self.best)", 1),
         ("torch.load('pretrained.ckpt')", 0),
+        ("import shutil\nshutil.copytree(checkpoint.best_model_path, 'x')", 0),
         ("pl.callbacks.ModelCheckpoint.pickles = True\ntorch.load(checkpoint.best_model_path)", 0),
     ],
 )
@@ -65,3 +66,24 @@ def test_a_checkpoint_that_torch_opens(tmp_path: Path, text: str, count: int) ->
     found = changes(tmp_path, f"import torch\n{HEAD}{text}\n")
     assert list(found) == ["torch.load()"] * count
     assert all("pickles = True" in sentence for sentence in found.values())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "shutil.copy(c.best_model_path, 'x')",
+        "shutil.copyfile(src=c.best_model_path, dst='x')",
+        "os.remove(c.last_model_path)",
+        "open(c.best_model_path, 'rb')",
+    ],
+)
+def test_a_checkpoint_that_is_taken_for_a_file(tmp_path: Path, call: str) -> None:
+    (sentence,) = changes(tmp_path, f"import os, shutil\n{HEAD}{call}\n").values()
+    assert "a checkpoint is a folder" in sentence
+
+
+def test_torch_is_known_within_a_package(tmp_path: Path) -> None:
+    """Another file of the package does not hide it."""
+    text = "import torch\nfrom lightning.pytorch.callbacks import ModelCheckpoint\ntorch.load(ModelCheckpoint().best_model_path)\n"
+    report = report_of(tmp_path, pkg__sub__net=text, pkg__sub__other="")
+    assert [use.name for use in report.uses if use.verdict == "change"] == ["torch.load()"]

@@ -121,6 +121,35 @@ class Outer:
     assert [line for line, _, verdict in uses_of(tmp_path, text) if verdict == CHANGE] == [12, 13]
 
 
+def test_names_and_methods_of_the_users_own(tmp_path: Path) -> None:
+    text = f"""\
+{HEAD}
+def frame():
+    import polars as pl
+    return pl.col("x"), pl.Int64
+class Mine(pl.Trainer):
+    def test(self): ...
+class Loud(pl.callbacks.EarlyStopping):
+    def __init__(self, **options):
+        self.warmup = options.pop("warmup", 0)
+        super().__init__(**options)
+Loud(monitor="x", warmup=3)
+Loud(monitor="x", no_such=3)
+def f(checkpoint: pl.callbacks.ModelCheckpoint): ...
+"""
+    found = [(line, name) for line, name, verdict in uses_of(tmp_path, text) if verdict == CHANGE]
+    assert found == [(13, "EarlyStopping.__init__(no_such=)")]
+
+
+def test_a_function_imports_classes_of_its_own_package(tmp_path: Path) -> None:
+    report = report_of(
+        tmp_path,
+        pkg__own=f"{HEAD}class Mine(pl.Trainer): ...\n",
+        pkg__run="def run():\n    from pkg.own import Mine\n    Mine(gpus=1)\n",
+    )
+    assert [use.name for use in report.uses if use.verdict == CHANGE] == ["Trainer.__init__(gpus=)"]
+
+
 def test_attributes_for_whose_lack_a_source_is_prepared(tmp_path: Path) -> None:
     text = f"""\
 {HEAD}
