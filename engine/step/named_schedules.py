@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from engine.distributed.environments import detect
 from engine.utils.errors import nearest
-from engine.utils.log import warn_once
+from engine.utils.log import logger
 
 NAMES = ("constant", "linear", "cosine")
 """The schedules of :func:`lr_schedule`."""
@@ -69,8 +69,10 @@ def lr_schedule(
     steps = warmup_steps(warmup, total_steps)
     is_number = isinstance(warmup, int)  # a fraction of few steps, as in a trial run, may be all of them
     if is_number and total_steps is not None and 0 < total_steps <= steps and detect(os.environ).rank == 0:
-        warn_once(
-            f"warmup={warmup}: the training has {total_steps} optimizer step(s), so its learning rate ends below the optimizer's"
+        logger.warning(
+            "warmup=%d: the training has %d optimizer step(s), so its learning rate ends below the optimizer's",
+            warmup,
+            total_steps,
         )
     factor = partial(_FACTORS[name], warmup=steps, total=total_steps or 0, minimum=min_lr_factor)
     return {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}

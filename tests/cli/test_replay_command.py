@@ -111,7 +111,10 @@ def test_a_step_of_a_run_with_the_code_that_is_given(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--step", "2"], "no checkpoint from before step 2 (it has those of steps: 2, 4)"),
+        (
+            ["--step", "2"],
+            "no checkpoint from before this step, so the training has to start again, and without a seed",
+        ),
         (["--step", "0"], "steps are numbered from 1"),
         (["--step", "9"], "the run ends at step 4: max_epochs=1 reached"),
         (["--step", "4", "--set", "model.lrr=1"], "lrr"),

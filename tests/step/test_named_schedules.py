@@ -116,7 +116,10 @@ def test_wrong_arguments(arguments: dict[str, Any], said: str) -> None:
         lr_schedule(optimizer, **{"total_steps": 10, **arguments})
 
 
-def test_a_warm_up_that_is_longer_than_the_training_is_told() -> None:
+def test_a_warm_up_that_is_longer_than_the_training_is_told(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    with pytest.warns(UserWarning, match=r"warmup=12: the training has 10 optimizer step\(s\)"):
-        lr_schedule(optimizer, "linear", warmup=12, total_steps=10)
+    lr_schedule(optimizer, "linear", warmup=9, total_steps=10)
+    lr_schedule(optimizer, "linear", warmup=0.99, total_steps=1)
+    assert not caplog.records
+    lr_schedule(optimizer, "linear", warmup=12, total_steps=10)
+    assert "warmup=12: the training has 10 optimizer step(s)" in caplog.text
