@@ -126,8 +126,9 @@ class Hooks:
         else:
             is_overridden = event in overridden_methods(owner, (event,), TrainModule)
             hook, is_last = _of_module(owner, event) if is_overridden else None, False
-        for wrapper in self._wrappers if hook is not None else ():
-            hook = wrapper(f"{name}.{event}", hook)
+        if hook is not None:
+            for wrapper in self._wrappers:
+                hook = wrapper(f"{name}.{event}", hook)
         group = f"last_{event}" if is_last and event in SPLIT_EVENTS else event
         pairs = [pair for pair in zip(self._owners[group], getattr(self, group), strict=True) if pair[0] != _COPIES]
         # Two owners may have one name: theirs are in the order of the owners.
