@@ -84,6 +84,10 @@ class ShardedStructure:
         ranks: the ranks that reduce gradients together; ``None``: each has parameters of its own.
     """
 
+    _parameters: list[dict[str, nn.Parameter | None]]
+    _trained: list[bool]
+    _trained_names: set[str]
+
     def __init__(self, model: nn.Module, who: str, ranks: Group | None) -> None:
         self._model, self._called, self._who, self._ranks = user_module(model), model, who, ranks
         self._parameters: list[dict[str, nn.Parameter | None]] = []
