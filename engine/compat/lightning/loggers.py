@@ -148,5 +148,3 @@ class MLFlowLogger(WrappedLogger):
     def translate_arguments(self, arguments: dict[str, Any]) -> Any:
         arguments["tracking_uri"] = arguments.get("tracking_uri") or self.save_dir or "./mlruns"
         return arguments.setdefault("experiment_name", "lightning_logs")
-
-

@@ -279,7 +279,9 @@ PARTS = {
 }
 """Part of Lightning -> what to do about names in it that have no counterpart."""
 
-_HELPER = "Lightning uses it inside its own Trainer: copy it into your project, or import it from the installed Lightning"
+_HELPER = (
+    "Lightning uses it inside its own Trainer: copy it into your project, or import it from the installed Lightning"
+)
 PLACES = {
     "": _HELPER,
     "fabric.": "Fabric's parts have no counterpart: a loop of your own uses engine.Engine",
