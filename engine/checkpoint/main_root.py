@@ -1,4 +1,4 @@
-"""Which of several places for checkpoints a run resumes from, when its callbacks save in more than one."""
+"""The choice of the place from which a run resumes, when its callbacks save checkpoints in several."""
 
 from __future__ import annotations
 

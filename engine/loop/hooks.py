@@ -132,16 +132,16 @@ class Hooks:
         group = f"last_{event}" if is_last and event in SPLIT_EVENTS else event
         pairs = [pair for pair in zip(self._owners[group], getattr(self, group), strict=True) if pair[0] != _COPIES]
         # Two owners may have one name: theirs are in the order of the owners.
-        before = sum(known == name and (id(other), event) in self._called for known, other in owners[:place])
-        indices = [index for index, (known, _) in enumerate(pairs) if known == name]
+        before = sum(label == name and (id(other), event) in self._called for label, other in owners[:place])
+        indices = [index for index, (label, _) in enumerate(pairs) if label == name]
         index = indices[before] if before < len(indices) else None
         if (id(owner), event) in self._called:
             if index is None:  # left out
                 return
             del pairs[index]
         elif index is None:
-            later = {known for known, _ in owners[place + 1 :] if known != name}
-            index = next((index for index, (known, _) in enumerate(pairs) if known in later), len(pairs))
+            later = {label for label, _ in owners[place + 1 :] if label != name}
+            index = next((index for index, (label, _) in enumerate(pairs) if label in later), len(pairs))
         if hook is not None:
             pairs.insert(index, (name, hook))
         (self._called.discard if hook is None else self._called.add)((id(owner), event))

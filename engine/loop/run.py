@@ -427,6 +427,10 @@ class Run:
         """Use these prepared ``optimizers`` and ``schedules``. Without ``automatic`` optimization the module steps the schedulers."""
         self.optimizer_set.fill(optimizers, schedules, automatic)
 
+    def note_methods_of_steps(self) -> None:
+        """Note the methods of the module that the training's set-up has handed to the steps."""
+        self.methods_of_steps = self.hooks.methods_of_steps(self.module)
+
     # -- logging ----------------------------------------------------------------------------------------------------------------
 
     @property

@@ -20,7 +20,7 @@ from engine.loop.state import TrainState
 from engine.utils.paths import expanded
 
 UNKNOWN = object()
-"""In the place of a root for checkpoints: no callback has said yet where it saves."""
+"""The root for checkpoints while no callback has said yet where it saves."""
 
 
 class RunCheckpoints:
@@ -98,7 +98,7 @@ class RunCheckpoints:
         elif str(root) not in self._further:
             folder = self._new_folder(self.run_folder.further_root(root))
             self._further[str(root)] = next(
-                (known for known in self.folders if known.storage.is_same(folder.storage)), folder
+                (present for present in self.folders if present.storage.is_same(folder.storage)), folder
             )
         self.folder_at(root).max_failures = max_failures
 

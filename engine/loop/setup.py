@@ -253,7 +253,7 @@ def set_up_optimizers(run: Run) -> None:
             schedule.check()
     run.optimization = choose_optimization(run, raw_optimizers)
     run.optimizer_set.fill(run.optimization.optimizers, schedules, module.automatic_optimization)
-    run.methods_of_steps = run.hooks.methods_of_steps(module)
+    run.note_methods_of_steps()
 
 
 def choose_optimization(run: Run, optimizers: list[Optimizer]) -> Optimization:

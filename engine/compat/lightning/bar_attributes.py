@@ -1,4 +1,4 @@
-"""What modules, callbacks and subclasses read of Lightning's progress bars, and how they switch them off and on."""
+"""The attributes of Lightning's progress bars that modules, callbacks and subclasses read, and the methods that switch a bar off and on."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ class BarAttributes:
 
     def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
         """The values logged with ``prog_bar=True``, and as ``v_num`` the first logger's version, of a text its last four characters."""
-        shown = getattr(super(), "get_metrics", None)
-        metrics = trainer.progress_bar_metrics if shown is None else shown(run_of(trainer), pl_module)
+        base_metrics = getattr(super(), "get_metrics", None)
+        metrics = trainer.progress_bar_metrics if base_metrics is None else base_metrics(run_of(trainer), pl_module)
         version = getattr(trainer.logger, "version", None)
         if version in ("", None):
             return dict(metrics)

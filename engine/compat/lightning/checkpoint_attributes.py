@@ -1,4 +1,4 @@
-"""What modules and callbacks read of Lightning's ``ModelCheckpoint`` besides paths and scores."""
+"""The attributes of Lightning's ``ModelCheckpoint``, besides paths and scores, that modules and callbacks read."""
 
 from __future__ import annotations
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from engine.callbacks import BaseFinetuning
 from engine.utils.log import logger
 
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""The batch norms, of which there are lazy ones too, which are subclasses."""
 Modules = nn.Module | Iterable[nn.Module]
 
 
@@ -30,7 +31,7 @@ class _OnClass:
 def make_trainable(modules: Modules) -> None:
     """Unfreeze the parameters of ``modules``; batch norms among them compute running statistics again."""
     for module in BaseFinetuning.flatten_modules(modules):
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, NORMS):
             module.track_running_stats = True
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(True)
@@ -38,7 +39,7 @@ def make_trainable(modules: Modules) -> None:
 
 def freeze_module(module: nn.Module) -> None:
     """Freeze the parameters of ``module`` itself; a batch norm keeps its running statistics."""
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, NORMS):
         module.track_running_stats = False
     for parameter in module.parameters(recurse=False):
         parameter.requires_grad_(False)
@@ -47,7 +48,7 @@ def freeze_module(module: nn.Module) -> None:
 def freeze(modules: Modules, train_bn: bool = True) -> None:
     """Freeze the parameters of ``modules``; ``train_bn``: batch norms among them are trained."""
     for module in BaseFinetuning.flatten_modules(modules):
-        if isinstance(module, _BatchNorm) and train_bn:
+        if isinstance(module, NORMS) and train_bn:
             make_trainable(module)
         else:
             freeze_module(module)
@@ -55,12 +56,12 @@ def freeze(modules: Modules, train_bn: bool = True) -> None:
 
 def filter_on_optimizer(optimizer: Any, params: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters that ``optimizer`` does not have yet; a warning tells of others."""
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    given = list(params)
-    new = [parameter for parameter in given if id(parameter) not in known]
-    if len(new) < len(given):
+    optimized_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = list(params)
+    new = [parameter for parameter in parameters if id(parameter) not in optimized_ids]
+    if len(new) < len(parameters):
         logger.warning(
-            "%d parameters are in a group of the optimizer already, and are not added", len(given) - len(new)
+            "%d parameters are in a group of the optimizer already, and are not added", len(parameters) - len(new)
         )
     return new
 

@@ -102,15 +102,15 @@ class BatchSizeFinder(Finder):
             raise ValueError(
                 f"BatchSizeFinder: a loader was given, whose batch size cannot be set: use {name} in train_dataloader"
             )
-        found = own.find_batch_size(module, None, datamodule=datamodule, fit=fit, **self._options)
-        self.optimal_batch_size = min(max(1, int(found * (1 - self._margin))), self._largest)
+        size = own.find_batch_size(module, None, datamodule=datamodule, fit=fit, **self._options)
+        self.optimal_batch_size = min(max(1, int(size * (1 - self._margin))), self._largest)
         _set(name, self.optimal_batch_size, module, datamodule)
 
 
 def _owners(module: Any, datamodule: Any) -> list[Any]:
     """The objects that may have the attribute, and their hyperparameters."""
     objects = [original(module)] + ([] if datamodule is None else [original(datamodule)])
-    return [place for each in objects for place in (each, each.hparams)]
+    return [place for owner in objects for place in (owner, owner.hparams)]
 
 
 def _places(names: list[str], module: Any, datamodule: Any) -> list[tuple[Any, str]]:

@@ -253,8 +253,8 @@ class Trainer(TrainerView):
     @property
     def profiler(self) -> Any:
         """The given profiler if it is an object with ``profile``, else one that names parts of the code for torch's profiler."""
-        given = self._arguments["profiler"]
-        return given if hasattr(given, "profile") else super().profiler
+        profiler = self._arguments["profiler"]
+        return profiler if hasattr(profiler, "profile") else super().profiler
 
     device_ids = property(lambda self: [*range(self.num_devices)], doc="One index per process of this machine.")
     callbacks = property(
