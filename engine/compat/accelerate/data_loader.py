@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from engine.compat.accelerate import padded_loaders
+from engine.compat.accelerate.padded_loaders import DispatchedLoader as DataLoaderDispatcher
 from engine.compat.accelerate.padded_loaders import PaddedLoader as DataLoaderShard
 from engine.compat.accelerate.padded_shards import BatchSamplerShard as BatchSamplerShard
 from engine.compat.accelerate.padded_shards import IterableDatasetShard as IterableDatasetShard
@@ -16,14 +17,12 @@ from engine.compat.accelerate.padded_shards import SeedableRandomSampler as Seed
 from engine.compat.accelerate.state import GradientState, PartialState
 
 __all__ = [
-    *(
-        "DataLoaderDispatcher",
-        "DataLoaderShard",
-        "SkipBatchSampler",
-        "SkipDataLoader",
-        "prepare_data_loader",
-        "skip_first_batches",
-    ),
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "SkipBatchSampler",
+    "SkipDataLoader",
+    "prepare_data_loader",
+    "skip_first_batches",
 ]
 
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import write_public_names
+import write_stubs
 
 import engine.interop.accelerate as A
 import engine.interop.lightning as L
 from engine.compat.door import Door
+from engine.compat.refusals import StandIn
 
 DOORS = {door.package: door for door in sys.meta_path if isinstance(door, Door)}
 TOO_SLOW = ("transformers", "datasets", "torchmetrics", "huggingface_hub", "pytest", "unittest")
@@ -58,6 +60,16 @@ def test_every_name_is_there() -> None:
             if not hasattr(module, name):
                 missing.append(f"{path}.{name}")
     assert missing == []
+
+
+def test_what_we_have_is_no_stand_in() -> None:
+    for package, (content, names) in write_stubs.PACKAGES.items():
+        for name in names.split() if package in DOORS else ():
+            there = f"{content}.{name}"
+            module = importlib.import_module(write_stubs.OTHERWISE.get(there, there))
+            assert [each for each in vars(module).get("__all__", ()) if each not in vars(module)] == [], there
+    assert not isinstance(A.data_loader.DataLoaderDispatcher, StandIn)
+    assert not isinstance(L.strategies.DDPStrategy, StandIn)
 
 
 def test_an_object_is_one_by_every_path() -> None:
