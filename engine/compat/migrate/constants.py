@@ -140,8 +140,9 @@ def _attribute(cls: ClassInfo, name: str) -> ast.expr | None:
     for ancestor in cls.family:
         method, value = ancestor.assigned_once.get(name, (None, None))
         if value is not None:
-            is_name = isinstance(value, ast.Name) and method is not None
-            return dict(argument_defaults(method)).get(value.id) if is_name else value
+            if isinstance(value, ast.Name) and method is not None:
+                return dict(argument_defaults(method)).get(value.id)
+            return value
         if name in ancestor.set_on_self:
             return None
     return None
