@@ -121,7 +121,7 @@ class ModelCheckpoint(Callback):
     def best_model_path(self) -> str:
         """Path or URL of the best checkpoint, the first of :attr:`best_k_models`; empty if there is none.
 
-        It is a folder without a pickle: ``load_from_checkpoint`` and the ``resume`` or ``checkpoint`` of a run open it, ``torch.load`` does not.
+        It is a folder without a pickle, which ``torch.load`` does not open: ``load_from_checkpoint`` and ``resume`` or ``checkpoint`` of a run do.
         """
         return next(iter(self.best_k_models), "")
 
