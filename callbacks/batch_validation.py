@@ -93,8 +93,11 @@ class BatchInterval(Every):
         return not until_due or until_due < self._next_window()
 
     def _next_window(self) -> int:
-        """Micro-batches of the next optimizer step; 1 after the last step of an epoch, if each epoch has its own count."""
-        length, state = self.run.num_train_batches, self.run.state
+        """Micro-batches of the next optimizer step; 1 after the last step of an epoch, if each epoch has its own count, and if none follows."""
+        length, state, run = self.run.num_train_batches, self.run.state, self.run
+        is_last_epoch = run.max_epochs is not None and state.epoch + 1 >= run.max_epochs
+        if (run.max_steps is not None and state.step >= run.max_steps) or (is_last_epoch and state.batch_idx == length):
+            return 1
         if not self.run.module.automatic_optimization:
             return 1
         window = self.run.window_at(state.epoch)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from engine import Run
 
+_COUNTERS = ("epoch", "step")
+"""Counters that ``monitor`` may name; they need not be logged, nor measured by a validation."""
 _LONGEST_NAME = 200
 """Longest name of a checkpoint in bytes: file systems allow 255, and suffixes are added."""
 
@@ -61,7 +63,8 @@ class ModelCheckpoint(Callback):
         """
         Args:
             every: a Duration: ``"1 epochs"``, ``"500 steps"``, ``"10 min"``, an int of steps; ``None``: only at the end.
-            monitor: the name of the logged metric that ranks checkpoints; ``None``: the newest is the best.
+            monitor: the name of the logged metric that ranks checkpoints, or ``"epoch"`` or ``"step"`` for the run's counters; ``None``: the newest
+                is the best.
             mode: ``"min"``: a smaller ``monitor`` is better; ``"max"``: a larger one.
             save_top_k: number of best checkpoints to keep; -1 keeps all.
             save_last: also keep the newest checkpoint, whatever its score.
@@ -99,12 +102,17 @@ class ModelCheckpoint(Callback):
         self._due_step = 0  # the first step at which a save can be due
         self._first_step = 0
         self._training = False
+        self._folder: Any = None  # of the run's checkpoint folders, the one of this callback
         # Where the latest training's checkpoints are; a reference to the run itself would keep the module in memory.
         self._storage: Any = None
         # Whether the checkpoint that is being collected, or from which this run has resumed, is one of this callback.
         self._is_own = False
         # Step of the save in progress, and scores and names of the checkpoints before it.
         self._save_under_way: tuple[int, dict[int, float | None], dict[int, str]] | None = None
+
+    @property
+    def monitored(self) -> str | None:
+        return None if self.monitor in _COUNTERS else self.monitor
 
     @property
     def finds_best(self) -> bool:
@@ -146,7 +154,8 @@ class ModelCheckpoint(Callback):
         self._training = self._waits_for_score = self._is_own = False
         run.checkpoints_at(self.dirpath, self.max_failures)
         if stage == "fit":
-            self._storage = run.checkpoints.folder.storage
+            self._folder = run.checkpoints.folder_at(self.dirpath)
+            self._storage = self._folder.storage
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._training = True
@@ -158,11 +167,11 @@ class ModelCheckpoint(Callback):
         for interval in (self.every, self.keep_every):
             interval.start(run.step, run.epochs)
         self._plan_next(run.step)
-        if self._is_own and run.continues_in_place:
+        if self._is_own and run.continues_in_place and self._folder is run.checkpoints.folder:
             self.names[run.step] = str(run.loaded_from).rpartition("/")[2]
         self._is_own = False
         # Another folder may have other checkpoints with the same names.
-        existing_names = run.checkpoint_names() if run.continues_in_place else set()
+        existing_names = run.checkpoints.names(self._folder) if run.continues_in_place else set()
         self._keep_only({step for step, name in self.names.items() if name in existing_names})
         self._set_best_and_last(run)
 
@@ -208,14 +217,18 @@ class ModelCheckpoint(Callback):
         if not self._training:
             return
         self._catch_up(run)
-        if run.step > self._first_step and run.step not in self.scores:
+        if self._saves_at_end(run):
             self._save(run, last=True)
             self._catch_up(run)
             if run.step not in self.names and self.save_last:
                 # The checkpoint was lost: now its error ends the run.
-                run.save_checkpoint(self._name(run, self._metrics(run), None))
+                run.save_checkpoint(self._name(run, self._metrics(run), None), folder=self._folder)
         self._training = False
         self._set_best_and_last(run)
+
+    def _saves_at_end(self, run: Run) -> bool:
+        """Whether the training's last step is to be saved although no interval asks for it."""
+        return run.step > self._first_step and run.step not in self.scores
 
     def on_exception(self, run: Run, module: nn.Module, exception: BaseException) -> None:
         """Save the last complete step, if that needs only this process."""
@@ -228,9 +241,9 @@ class ModelCheckpoint(Callback):
                 run.engine.settle()
                 name = self._name(run, self._metrics(run), None)
                 self.scores[run.step], self.names[run.step] = None, name
-                self._waits_for_score = self.monitor is not None and _has_validation(run)
+                self._waits_for_score = self._awaits_validation(run)
                 self._is_own = True
-                run.last_checkpoint = run.save_checkpoint(name)
+                run.last_checkpoint = run.save_checkpoint(name, folder=self._folder)
 
     @property
     def state_key(self) -> str:
@@ -279,7 +292,7 @@ class ModelCheckpoint(Callback):
             self._permanent_next = True
         if self.every.due(step, epoch_end, elapsed_s, epochs):
             run.engine.settle()  # a step whose overflow check is still on the device now counts, or was skipped
-            self._waits_for_score = self.monitor is not None and _has_validation(run) and run.validated_step != run.step
+            self._waits_for_score = self._awaits_validation(run) and run.validated_step != run.step
             if not (self._waits_for_score and epoch_end is None and _validates_now(run)):
                 self._save(run)
 
@@ -313,11 +326,16 @@ class ModelCheckpoint(Callback):
         entry = None if score is None else {"monitor": self.monitor, "mode": self.mode, "value": score}
         try:
             self._is_own = True
-            names_in_use = _kept_names(run)
+            names_in_use = self._kept_names(run)
             removed_names = [name for name in removed_names if name not in names_in_use]
             removed_names += self._replaced(run, unscored_name)
             path = run.save_checkpoint(
-                self.names[step], score=entry, asynchronous=self.asynchronous, tolerant=True, remove=removed_names
+                self.names[step],
+                score=entry,
+                asynchronous=self.asynchronous,
+                tolerant=True,
+                remove=removed_names,
+                folder=self._folder,
             )
             self.names[step] = str(path).rpartition("/")[2]  # another one if a checkpoint of that name must stay
         except BaseException:
@@ -333,19 +351,23 @@ class ModelCheckpoint(Callback):
     def _replaced(self, run: Run, name: str | None) -> list[str]:
         """The checkpoint from which this run has resumed, in a list, if it is saved again with its score: it stays as long as this run needs it, and
         the new one is saved beside it."""
-        others = [
-            callback for callback in run.callbacks if isinstance(callback, ModelCheckpoint) and callback is not self
-        ]
-        is_kept = any(name in callback.names.values() for callback in others)
-        return [name] if name is not None and name in run.checkpoints.folder.protected and not is_kept else []
+        is_kept = any(name in callback.names.values() for callback in self._in_same_folder(run) if callback is not self)
+        return [name] if name is not None and name in self._folder.protected and not is_kept else []
+
+    def _in_same_folder(self, run: Run) -> list[ModelCheckpoint]:
+        """The callbacks of this run that keep checkpoints in the folder of this one, which is one of them."""
+        return [callback for callback in _model_checkpoints(run) if callback._folder is self._folder]
+
+    def _kept_names(self, run: Run) -> set[str]:
+        return {name for callback in self._in_same_folder(run) for name in callback.names.values()}
 
     def _catch_up(self, run: Run) -> None:
         """Wait for the checkpoint in progress. If it was lost, keep the checkpoints that it would have replaced."""
-        lost = run.wait_for_checkpoint()
+        run.wait_for_checkpoint()
         if self._save_under_way is not None:
             step, scores, names = self._save_under_way
             self._save_under_way = None
-            if self.names.get(step) in lost:
+            if self.names.get(step) in self._folder.lost:
                 self.scores, self.names = scores, names
                 self.permanent &= scores.keys()
             self._set_best_and_last(run)
@@ -364,7 +386,7 @@ class ModelCheckpoint(Callback):
         return _usual_name(run.step)
 
     def _name(self, run: Run, metrics: Mapping[str, float], score: float | None) -> str:
-        if self._names_metrics and score is None and self.monitor is not None and _has_validation(run):
+        if self._names_metrics and score is None and self._awaits_validation(run):
             return self._name_without_metrics(run)  # the metrics of an earlier step, or none
         values: dict[str, Any] = {**metrics, "epoch": run.state.epoch, "step": run.step}
         try:
@@ -377,14 +399,24 @@ class ModelCheckpoint(Callback):
         used_names = {used for step, used in self.names.items() if step != run.step}
         return f"{name}-step={run.step}" if name in used_names else name
 
+    def _counts(self, run: Run) -> bool:
+        """Whether ``monitor`` is a counter of the run, and no metric of the same name is logged."""
+        return self.monitor in _COUNTERS and self.monitor not in run.metrics
+
+    def _awaits_validation(self, run: Run) -> bool:
+        """Whether a score needs a validation of the saved weights."""
+        return self.monitor is not None and not self._counts(run) and _has_validation(run)
+
     def _score(self, run: Run, metrics: Mapping[str, float]) -> float | None:
         """Return the value of ``monitor`` for the current weights; ``None``: not measured.
 
         Raises:
             ValueError: the metric was not logged.
         """
-        if self.monitor is None or (_has_validation(run) and run.validated_step != run.step):
+        if self.monitor is None or (self._awaits_validation(run) and run.validated_step != run.step):
             return None
+        if self._counts(run):
+            return float(run.step if self.monitor == "step" else run.state.epoch)
         if self.monitor not in metrics:
             logged = ", ".join(sorted(metrics)) or "none"
             where = "validation_step" if run.val_loaders else f"training_step: {NO_VALIDATION}"
@@ -419,9 +451,14 @@ class ModelCheckpoint(Callback):
     def _set_best_and_last(self, run: Run) -> None:
         """Tell the run which complete checkpoints are the best and the last."""
         unfinished_step = None if self._save_under_way is None or not self.asynchronous else self._save_under_way[0]
-        names = {step: name for step, name in _kept_names_by_step(run).items() if step != unfinished_step}
-        if names:
-            run.last_checkpoint = run.checkpoint_path(names[max(names)])
+        paths = {
+            step: callback._storage.path(name)
+            for callback in _model_checkpoints(run)
+            for step, name in callback.names.items()
+            if callback._storage is not None and (step != unfinished_step or callback._folder is not self._folder)
+        }
+        if paths:
+            run.last_checkpoint = paths[max(paths)]
         if self.monitor is not None:
             best = next(
                 iter(self._ranked({step: score for step, score in self.scores.items() if step != unfinished_step})),
@@ -429,7 +466,7 @@ class ModelCheckpoint(Callback):
             )
             score = None if best is None else self.scores[best]
             run.best_checkpoint = (
-                None if best is None or score is None or math.isnan(score) else run.checkpoint_path(self.names[best])
+                None if best is None or score is None or math.isnan(score) else self._storage.path(self.names[best])
             )
 
 
@@ -470,20 +507,8 @@ def _check_name(filename: str, name: str) -> None:
         )
 
 
-def _kept_names_by_step(run: Run) -> dict[int, str]:
-    """Step -> name of the checkpoints that any ModelCheckpoint of this run keeps: several of them share one folder."""
-    return {
-        step: name
-        for callback in run.callbacks
-        if isinstance(callback, ModelCheckpoint)
-        for step, name in callback.names.items()
-    }
-
-
-def _kept_names(run: Run) -> set[str]:
-    return {
-        name for callback in run.callbacks if isinstance(callback, ModelCheckpoint) for name in callback.names.values()
-    }
+def _model_checkpoints(run: Run) -> list[ModelCheckpoint]:
+    return [callback for callback in run.callbacks if isinstance(callback, ModelCheckpoint)]
 
 
 def _has_validation(run: Run) -> bool:

@@ -123,12 +123,24 @@ class ServableModuleValidator(Callback):
         import uvicorn
 
         server = uvicorn.Server(uvicorn.Config(_app(module), self.host, self.port, log_level="error"))
-        thread = threading.Thread(target=server.run, name="servable-module", daemon=True)
+        errors: list[BaseException] = []
+
+        def serve() -> None:
+            try:
+                server.run()
+            except BaseException as error:  # uvicorn raises SystemExit
+                errors.append(error)
+
+        thread = threading.Thread(target=serve, name="servable-module", daemon=True)
         thread.start()
         end = time.monotonic() + self.timeout
         try:
             while not server.started:
-                if time.monotonic() > end or not thread.is_alive():
+                if not thread.is_alive():
+                    raise RuntimeError(
+                        f"the server could not start on {self.host}:{self.port}, its log says why; is the port free?"
+                    ) from (errors[0] if errors else None)
+                if time.monotonic() > end:
                     raise TimeoutError(f"the server did not start on {self.host}:{self.port} within {self.timeout} s")
                 time.sleep(0.01)
             data = json.dumps(payload).encode()

@@ -23,6 +23,7 @@ from .loop.state import TrainState as TrainState
 from .module import TrainModule as TrainModule
 from .planning.plan import Plan as Plan
 from .step.gradients import Loss as Loss
+from .step.named_schedules import lr_schedule as lr_schedule
 from .step.precision import Precision as Precision
 from .strategies.base import Single as Single
 from .strategies.base import Strategy as Strategy

@@ -74,6 +74,8 @@ class Callback:
 
     is_logger = False
     """Whether this callback is a logger (``callbacks.loggers.base.Logger``), listed in ``run.loggers`` and in the module's ``self.loggers``."""
+    stands_for: Any = None
+    """The object that is listed there in the place of this logger, whose calls it passes on; ``None``: the logger itself."""
     is_checkpoint = False
     """Whether this callback saves checkpoints; ``trainer.checkpoint_callback`` is the first callback that does."""
     is_early_stopping = False
@@ -95,6 +97,11 @@ class Callback:
     def checkpoints_in(self) -> str | Path | None:
         """The directory or URL where this callback saves checkpoints; ``None``: in the run's folder, or nowhere. Read before ``setup``."""
         return None
+
+    @property
+    def monitored(self) -> str | None:
+        """The name of the metric that this callback follows, which something has to log; ``None``: it follows none."""
+        return getattr(self, "monitor", None)
 
     @property
     def finds_best(self) -> bool:
@@ -183,6 +190,9 @@ class Callback:
         """Called when the checkpoint at ``path`` has been deleted because it no longer ranks among those to keep; when: see
         :meth:`on_checkpoint_saved`."""
 
+    def note_methods(self) -> None:
+        """Take note of methods that were set on the object since the last call. An adapter of another library's callback forwards them."""
+
     @property
     def state_key(self) -> str:
         """The key under which a checkpoint stores :meth:`state_dict`: by default the name of the class.
@@ -232,7 +242,7 @@ def adapted_callbacks(where: str, callbacks: Sequence[Any]) -> tuple[Callback, .
 
 def with_callbacks_of_module(module: TrainModule, callbacks: Sequence[Callback]) -> list[Callback]:
     """Add the callbacks of ``module.configure_callbacks``; they replace callbacks of the same classes."""
-    configured = module.configure_callbacks()
+    configured = [] if module.configure_callbacks is None else module.configure_callbacks()
     of_module = adapted_callbacks(
         f"{type(module).__name__}.configure_callbacks",
         configured if isinstance(configured, (list, tuple)) else [configured],

@@ -24,6 +24,7 @@ from engine.config.settings import KINDS
 from engine.data.combined import CombinedLoader
 from engine.data.loader import PreparedLoader
 from engine.distributed import collectives
+from engine.distributed.comparison import check_equal, plain_text, sum_of
 from engine.distributed.environments import Environment
 from engine.distributed.group import Group
 from engine.distributed.join import join_here, own_environment
@@ -44,6 +45,7 @@ from engine.step.window import Window
 from engine.step.wrappers import PreparedOptimizer, PreparedScheduler
 from engine.strategies.base import Strategy, check_groups
 from engine.strategies.foreign_wrappers import check_plain
+from engine.strategies.rank_differences import RankDifferences, compare_forms
 from engine.transforms import batch_norm
 from engine.transforms.compile import Transforms, is_whole
 from engine.transforms.float8 import FP8, Layers
@@ -142,7 +144,20 @@ class Engine:
         """Counts the steps that were skipped because a gradient was not finite: ``engine.skips.count``."""
         self.skips.limit, self.skips.is_told_here = max_skipped_steps, self.group.is_main
         self._stepped: tuple[list[Any], list[Any]] = [], []  # the latest step's optimizers: arguments, unwrapped
-        data_seed = collectives.gather_json(self.group, torch.initial_seed() if seed is None else seed)[0]
+        settings = {
+            "strategy": type(self.strategy).__name__,
+            "precision": self.precision.name,
+            "accumulate_grad_batches": str(accumulate_grad_batches),
+            "on_nonfinite": str(on_nonfinite),
+            "activation_checkpointing": str(recompute),
+            "compile": plain_text(compile),
+            "sync_batchnorm": str(sync_batchnorm),
+        }
+        row = [torch.initial_seed() if seed is None else seed, sum_of(settings)]
+        seeds, sums = zip(*collectives.gather_json(self.group, row), strict=True)
+        if len(set(sums)) > 1:
+            check_equal(self.group, "settings", settings, "Give all ranks the same")
+        data_seed = seeds[0]
         self.precision.check(self.group.device)
         optimizer_random = OptimizerRandom(self.strategy, data_seed)
         self.prepared = Prepared(self.strategy, self._stepper, data_seed, optimizer_random, models)
@@ -159,6 +174,8 @@ class Engine:
         self.loop_checkpoints = EngineCheckpoints(self.prepared, self.snapshot, self.checkpoint_writer)
         """The checkpoints of :meth:`save_state`."""
         self._trigger = Trigger(self.group)
+        self._differences: RankDifferences | None = None
+        self._compares_at_step = False
 
     @property
     def seed(self) -> int:
@@ -187,6 +204,9 @@ class Engine:
 
         Objects of other kinds, and objects that are prepared already, are returned unchanged. Overridden ``prepare_model``, ``prepare_optimizer``,
         ... of a subclass are used.
+
+        Raises:
+            TypeError: an object is the entry of a scheduler for ``configure_optimizers``, rather than the scheduler.
         """
         prepared = tuple(map(self._prepare_one, objects))
         return prepared[0] if len(prepared) == 1 else prepared
@@ -202,6 +222,11 @@ class Engine:
             return self.prepare_scheduler(item)
         if isinstance(item, (DataLoader, CombinedLoader)):
             return self.prepare_data_loader(item)
+        if isinstance(item, dict) and isinstance(item.get("scheduler"), LRScheduler):
+            raise TypeError(
+                "prepare() got an lr_scheduler of configure_optimizers, as lr_schedule() returns it: give the scheduler in it, "
+                "entry['scheduler'], and call its step() in your loop"
+            )
         return item
 
     def prepare_model(self, model: nn.Module, *, autocast: bool = True) -> nn.Module:
@@ -215,6 +240,7 @@ class Engine:
             return prepared_before
         check_plain(model)
         guard_model(model)
+        compare_forms(self.group, self.strategy, model)
         self.strategy.place(self._with_own_layers(model))
         if autocast and self.precision.autocast is not None:
             AutocastForward(self.precision, self.device).attach(model, is_whole(self._compile))
@@ -251,6 +277,25 @@ class Engine:
         self._stepper.add(optimizer)
         self.prepared.optimizer_random.add(optimizer)
         self.snapshot.check_after_first_step(optimizer)
+        if self.group.world_size > 1 and not self.strategy.pipelined and not self._compares_at_step:
+            self._compares_at_step = True
+            self.before_step(self._compare_ranks)
+
+    def _compare_ranks(self) -> None:
+        """Compare, before the next step of optimizers that were prepared, what must be the same on all ranks; from then on each save compares it.
+
+        A run compares it by itself, more often (:func:`engine.loop.rank_checks.watch_differences`).
+
+        Raises:
+            CheckError: ranks differ; raised on all ranks, with the differences.
+        """
+        self._compares_at_step = False
+        writer = self.checkpoint_writer
+        if writer.compared is self._differences:
+            models = [self.unwrap_model(model) for model in self.models]
+            self._differences = RankDifferences(self.group, self.strategy, models, self._stepper.optimizers)
+            writer.compared = self._differences
+            self._differences.compare_all()
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Wrap a scheduler, so that it steps only when the optimizer has stepped."""
@@ -308,6 +353,9 @@ class Engine:
     def release(self) -> None:
         """Release every prepared model and optimizer."""
         self._stepped = [], []
+        if self.checkpoint_writer.compared is self._differences:
+            self.checkpoint_writer.compared = None
+        self._differences = None
         self.strategy.release()
         self._float8_layers.restore()
         self._batch_norms.restore()
@@ -418,6 +466,8 @@ class Engine:
         missing_loss.drop(self.window, self.loss_group.world_size, self.scaler is not None)
         if self.group.world_size > 1:
             self.strategy.backward_nothing(self.models, self.sync_gradients)
+            if self.window.position.share.size:
+                missing_loss.warn_of_zero()
 
     def window_has_loss(self) -> bool:
         """Whether any rank had a loss in the window that ends here. Only a rank without one (``window.weights.fed`` is false) needs to ask."""

@@ -158,11 +158,16 @@ class EngineSnapshot:
             model=strategy.model_parts(model),
             optimizers={str(i): strategy.optimizer_parts(o, trained.module) for i, o in enumerate(trained.optimizers)},
             shared=shared,
-            of_rank={"place": self._data_rank(), "rng": capture(), "streams": list(streams)},
+            of_rank={"place": self._data_rank(), "rng": self._random_states(), "streams": list(streams)},
             facts=facts,
             parts_differ=strategy.parts_differ,
             changed_by_steps=trained_by(trained.optimizers),
         )
+
+    def _random_states(self) -> dict[str, Any]:
+        """The states of this rank's random number generators, and of those that optimizers have themselves."""
+        of_optimizers = self._prepared.optimizer_random.generator_states()
+        return {**capture(), **({"optimizers": of_optimizers} if of_optimizers else {})}
 
     def _data_rank(self) -> list[int]:
         """The number of ranks that see different data, this rank's index among them, and 1 if its losses count, else 0."""
@@ -233,6 +238,8 @@ class EngineSnapshot:
         """Restore the states of the random number generators from :meth:`own_state`; if there is none, they stay those of a new run."""
         if own_state is not None:
             loaded.load_into("random generators", restore, own_state["rng"])
+            states = own_state["rng"].get("optimizers", {})
+            loaded.load_into("the optimizers' generators", self._prepared.optimizer_random.restore_generators, states)
 
 
 class EngineCheckpoints:

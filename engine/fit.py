@@ -25,12 +25,12 @@ from engine.distributed import failures
 from engine.distributed.environments import detect
 from engine.launch.script_ranks import joined_group
 from engine.loop.evaluate import call_hooks, evaluate, predict, sanity_check
+from engine.loop.late_methods import take_late_methods
 from engine.loop.lifecycle import collecting_garbage, in_folder, log_start, session, watched
 from engine.loop.loaders import RunData
 from engine.loop.out_of_memory import noting_what_finds_a_fit
 from engine.loop.placed_module import holding
-from engine.loop.rank_checks import compare_models, compare_ranks
-from engine.loop.rank_differences import watch_differences
+from engine.loop.rank_checks import compare_models, compare_ranks, compare_settings, watch_differences
 from engine.loop.replay import LeftOut, ReplayedStep, StepWatch, starting_point
 from engine.loop.run import Run
 from engine.loop.run_resume import loading_weights, reload_best, resuming
@@ -291,6 +291,7 @@ class Fit:
             sanity_check(run)
             if run.settings.check:
                 compare_ranks(run)
+            take_late_methods(run)
             call_epoch_hooks(run, run.hooks.on_train_start)
             with watched(run), collecting_garbage(run), run.optimizer_set.modes.training():
                 train(run)
@@ -386,12 +387,14 @@ class Fit:
         train_loader: Any = None,
         val_loaders: Any = None,
         *,
-        run: str | Path,
+        run: str | Path | None = None,
         step: int,
         datamodule: DataModule | None = None,
         detect_anomaly: bool = False,
     ) -> ReplayedStep:
-        """Repeat one step of an earlier training, from the newest checkpoint before that step, and observe it; the run's files stay unchanged.
+        """Repeat one step of an earlier training and observe it; the run's files stay unchanged.
+
+        The replay continues from the newest checkpoint before that step. If there is none, it repeats the training from the start, by its ``seed``.
 
         On the same number of ranks every number is the same to the last bit. On fewer ranks the step has the same samples in more micro-batches:
         its numbers differ by rounding, and where random numbers differ (dropout).
@@ -399,7 +402,8 @@ class Fit:
         Args:
             module, train_loader, val_loaders, datamodule: the same as in the run, as must be the settings of this ``Fit``. Loggers, progress bars
                 and checkpoint callbacks are left out.
-            run: the run's folder, or one of its checkpoints.
+                From the start, the module must have the weights that the run's began with: create it after the same ``seed_everything``.
+            run: the run's folder, or one of its checkpoints; ``None``: repeat the training from the start.
             step: the number of the step, from 1: the number of optimizer steps done once it is complete.
             detect_anomaly: let autograd find the operation whose gradient is not finite in that step, which is slow.
 
@@ -407,11 +411,14 @@ class Fit:
             What was observed in the step; the same on all ranks.
 
         Raises:
-            FileNotFoundError: the run has no checkpoint from before this step.
-            ValueError: the run ends before this step, or the number of ranks does not divide the run's.
+            FileNotFoundError: there is no run, or ``run`` is a checkpoint that is not from before this step.
+            ValueError: the run ends before this step, the number of ranks does not divide the run's, or the start cannot be repeated: the run had no
+                seed, or another one, or the module was trained already.
         """
         start = starting_point(run, step)
-        replayed = ReplayedStep(step, 0, start.checkpoint, 1, start.manifest["world_size"])
+        start.check_seed(step, self.settings.seed)
+        start.check_module(step, _train_module(module))
+        replayed = ReplayedStep(step, 0, start.checkpoint, 1, start.ranks)
         watch = StepWatch(replayed, detect_anomaly=detect_anomaly)
         settings = replace(
             self.settings,
@@ -422,12 +429,17 @@ class Fit:
             min_epochs=None,
             max_time=None,
             reload_best=False,
+            on_nonfinite=None
+            if self.settings.on_nonfinite == "raise"
+            else self.settings.on_nonfinite,  # the answer names the place
         )
         all_callbacks = adapted_callbacks("callbacks", settings.callbacks)
         callbacks = affecting_steps(all_callbacks)
         left_out = [LeftOut(callback.state_key) for callback in all_callbacks if not affecting_steps([callback])]
         replaying = Fit.from_resolved(replace(self._resolved, settings=settings), [*callbacks, *left_out, watch])
-        result = replaying.run(module, train_loader, val_loaders, datamodule=datamodule, resume=start.checkpoint)
+        result = replaying.run(
+            module, train_loader, val_loaders, datamodule=datamodule, resume=start.checkpoint or None
+        )
         if not watch.seen:
             raise ValueError(
                 f"replay(step={step}): the run ends at step {result.step}: {result.stop_reason}; give the settings that the run had at that step"
@@ -603,7 +615,9 @@ class Fit:
         environment = detect(os.environ)
         with StartLog(environment.rank == 0) as start_log, joined_group(settings, environment) as group:
             resolved = replace(self._resolved, settings=settings)
-            yield new_run(resolved, module, stage, group, data, start_log=start_log)
+            run = new_run(resolved, module, stage, group, data, start_log=start_log)
+            compare_settings(run)
+            yield run
 
 
 def _planned(

@@ -21,7 +21,7 @@ from engine.strategies.deferred_init import reset
 from engine.utils.extensions import missing, with_advice
 from engine.utils.log import warn_once
 from engine.utils.model_export import to_onnx, to_torchscript
-from engine.utils.overrides import overridden
+from engine.utils.overrides import overridden, set_to_none, use_base_methods
 from engine.utils.parameters import frozen_except
 from engine.utils.sample_count import counted
 from engine.utils.tree import move
@@ -83,10 +83,14 @@ class TrainModule(nn.Module):
         if name in _FROM_RUN:
             if attributes.get("_context") is not None:
                 return _FROM_RUN[name](attributes["_context"])
-            if name not in _OUTSIDE_RUN:
-                raise AttributeError(f"{type(self).__name__}.{name} is there during a Fit run only")
-            return _OUTSIDE_RUN[name]
+            return self._outside_run(name)
         raise missing(self, "TrainModule", name)
+
+    def _outside_run(self, name: str) -> Any:
+        """The value of an attribute of :data:`_FROM_RUN` outside of a run."""
+        if name not in _OUTSIDE_RUN:
+            raise AttributeError(f"{type(self).__name__}.{name} is there during a Fit run only")
+        return _OUTSIDE_RUN[name]
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle of the module belongs to no run.
@@ -131,13 +135,13 @@ class TrainModule(nn.Module):
         """
         reset(module)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch: Any, batch_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Process one validation batch, without gradients; may take ``dataloader_idx`` too, the index of the batch's loader."""
 
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
+    def test_step(self, batch: Any, batch_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Process one test batch, without gradients; may take ``dataloader_idx`` too."""
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch: Any, batch_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Return the prediction for one batch; by default ``self(batch)``."""
         return self(batch)
 
@@ -433,6 +437,9 @@ class TrainModule(nn.Module):
         self._context = context
         if context is None:
             self._log_recorder = None
+            set_to_none(self, vars(self).pop("_set_to_none", {}))
+        else:
+            vars(self).setdefault("_set_to_none", {}).update(use_base_methods(self, TrainModule))
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -459,6 +466,9 @@ class TrainModule(nn.Module):
         finally:
             for module, context, recorder in detached:
                 module._context, module._log_recorder = context, recorder
+
+    def note_methods(self) -> None:
+        """Take note of methods that were set on the object since the last call. An adapter of another library's module forwards them."""
 
     def log_to(self, recorder: Recorder | ClosedRecorder) -> None:
         """Send logged values to ``recorder`` from now on; called by the run."""

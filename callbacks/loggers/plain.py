@@ -42,7 +42,7 @@ class PlainLogger(Callback):
         """End the run in the tracker. ``status``: ``"success"`` or ``"failed"``."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Do nothing: this library calls ``on_checkpoint_saved`` instead."""
+        """Do nothing: only the ``ModelCheckpoint`` of ``engine.interop.lightning`` calls this; define ``on_checkpoint_saved``."""
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         if run.is_main_process and run.hyperparameters and stage == "fit":

@@ -54,6 +54,13 @@ class TensorBoardLogger(Logger):
         self._creation = threading.Lock()
         self._settings: dict[str, Any] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Open files and locks belong to this process.
+        return {**vars(self), "_creation": None, "_summary_writer": None, "_new_writer": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _creation=threading.Lock())
+
     @property
     def state_key(self) -> str:
         return f"{type(self).__qualname__}; dir={self.dir}"

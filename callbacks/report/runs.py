@@ -432,18 +432,40 @@ def _read_csv(run: RunData, whole: bool) -> None:
     run.checkpoints = _checkpoints(run.folder, {}, "")
     run.trained = (run.folder / CONFIG).exists()  # which a training writes
     try:
-        text = _read(run.folder / CONFIG, _LARGEST[1]).decode()
-        # This ends early if values are nested too deeply; the parser alone would take longer and longer.
-        yaml.compose(text, Loader=yaml.SafeLoader)
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise ValueError(
-                "it has aliases, which may stand for more values than anybody can read, and no logger writes them"
-            )
-        run.config = [(name, text, "") for name, text in _flat(without_secrets(_mapping(yaml.safe_load(text))))]
+        run.config = [(name, text, "") for name, text in _flat(without_secrets(_settings_file(run.folder)))]
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+    except _UNREADABLE as error:
         run.config = [(CONFIG, f"not read: {error or type(error).__name__}", "")]
+
+
+_UNREADABLE = OSError, ValueError, yaml.YAMLError, RecursionError
+"""The errors of :func:`_settings_file`."""
+
+
+def _settings_file(folder: Path) -> Mapping[str, Any]:
+    """Return the settings that ``CSVLogger`` has written into a run's folder."""
+    text = _read(folder / CONFIG, _LARGEST[1]).decode()
+    # This ends early if values are nested too deeply; the parser alone would take longer and longer.
+    yaml.compose(text, Loader=yaml.SafeLoader)
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+        raise ValueError(
+            "it has aliases, which may stand for more values than anybody can read, and no logger writes them"
+        )
+    return _mapping(yaml.safe_load(text))
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the settings that the run in ``folder`` has recorded, in the form of ``Run.config``; empty if it has no record."""
+    if (folder / NAME).is_file():
+        starts = [
+            event for event in events(folder / NAME) if event.get("event") == "start" and event.get("stage") == "fit"
+        ]
+        return dict(_mapping(starts[-1].get("config"))) if starts else {}
+    try:
+        return {str(name): {"value": value} for name, value in _settings_file(folder).items()}
+    except _UNREADABLE:
+        return {}
 
 
 def _read(path: Path, largest: int) -> bytes:

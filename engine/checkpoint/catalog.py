@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.files import DamagedCheckpoint, blocks, read_json, verify
-from engine.checkpoint.local_storage import Opened
+from engine.checkpoint.local_storage import Opened, reason_for_absence
 from engine.checkpoint.manifest import (
     FOLDERS,
     MANIFEST,
@@ -125,8 +125,9 @@ def find_in(path: str | Path, folder: Storage | None) -> tuple[Storage, list[str
     for location, reason in damaged.items():
         raise DamagedCheckpoint(f"{location}: {reason}; there is no complete checkpoint")
     siblings = ", ".join(storage.manifests()) or "none"
+    why = "" if "://" in str(path) else f": {reason_for_absence(Path(expanded(path)))}"
     raise FileNotFoundError(
-        f"{path} is not a checkpoint, and contains none ({MANIFEST} is missing); complete ones beside it: {siblings}"
+        f"{path} is not a checkpoint, and contains none ({MANIFEST} is missing){why}; complete ones beside it: {siblings}"
     )
 
 

@@ -39,6 +39,8 @@ from engine.checkpoint.manifest import (
 )
 from engine.checkpoint.storage import Draft, Incomplete, Storage
 from engine.checkpoint.tensor_files import TensorFiles, read_tensors
+from engine.utils.extensions import advice
+from engine.utils.text import terminal_text
 
 _REMAINS = {
     ".partial": "not finished: a run is writing it, or was killed while it did",
@@ -46,6 +48,10 @@ _REMAINS = {
     ".removed": "its removal was interrupted",
 }
 """Why a hidden directory is not a complete checkpoint, by the suffix of its name."""
+PLACE = "checkpoint's folder"
+"""The place for which :func:`engine.utils.extensions.advice` is asked about files of other libraries."""
+_SHOWN = 5
+"""Names of a folder's entries that an error shows."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +319,8 @@ def read_manifest(directory: Path) -> Manifest:
     if _size(f"{directory}/{MANIFEST}") is None:
         siblings = ", ".join(LocalStorage(directory.parent).manifests()) or "none"
         raise FileNotFoundError(
-            f"{directory} holds no complete checkpoint ({MANIFEST} is missing); complete ones beside it: {siblings}"
+            f"{directory} holds no complete checkpoint ({MANIFEST} is missing): {reason_for_absence(directory)}; complete ones beside it: "
+            f"{siblings}"
         )
     manifest = check_manifest(directory, read_json(inside(directory, MANIFEST)))
     for name, record in manifest["files"].items():
@@ -325,6 +332,36 @@ def read_manifest(directory: Path) -> Manifest:
                 f"{directory}: {name} has {size} bytes, and had {record['bytes']} when it was written"
             )
     return manifest
+
+
+def reason_for_absence(directory: Path) -> str:
+    """Why there is no checkpoint at ``directory``, and what to do: the path is wrong, a copy is incomplete, or another library has written it."""
+    try:
+        names = sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return _where_a_path_ends(directory)
+    except (OSError, ValueError) as error:
+        return f"it cannot be read: {terminal_text(error)}"
+    if not names:
+        return "it is an empty folder"
+    if any(next(directory.glob(pattern), None) for pattern in ("rank=*", *(f"{folder}/rank=*" for folder in FOLDERS))):
+        return f"its other files are there, so a copy or a save, which writes {MANIFEST} last, was cut off: copy it again, or give another one"
+    for sentence in filter(None, (advice(PLACE, name) for name in names)):
+        return sentence
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return terminal_text(f"it has {', '.join(names[:_SHOWN])}{more}")
+
+
+def _where_a_path_ends(directory: Path) -> str:
+    """Name the first folder of a path at which nothing is, or a file or a link that is in the way."""
+    if directory.is_symlink():
+        return f"it is a link to {terminal_text(os.readlink(directory))}, which does not exist"
+    first = directory
+    while not first.parent.exists():
+        first = first.parent
+    if first.parent.is_file():
+        return f"{terminal_text(first.parent)} is a file"
+    return f"{terminal_text(first)} does not exist; if it was moved or renamed, give its new path"
 
 
 def _size(path: Path | str) -> int | None:

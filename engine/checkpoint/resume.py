@@ -43,6 +43,8 @@ NAMES = ("last", "auto", "best")
 """The names that ``resume=`` and ``checkpoint=`` accept in place of a path or URL."""
 _POSSIBLE = "'last', 'auto', 'best', or the path or URL of a checkpoint or a run's folder"
 
+_ELSEWHERE = "If the run saved elsewhere, with another root_dir or ModelCheckpoint(dirpath=...), give that again"
+
 
 @dataclass(frozen=True)
 class Resume:
@@ -207,9 +209,10 @@ def opening(
         passed.append(name)
     problem = f"no complete checkpoint{' with a score' if checkpoint == 'best' else ''} in {storage.root}"
     if not reasons:
+        remedy = "ModelCheckpoint(monitor=...) saves some" if checkpoint == "best" else _ELSEWHERE
         new = ", or resume='auto' to start a new one" if (argument, checkpoint) == ("resume", "last") else ""
         raise FileNotFoundError(
-            f"{argument}={checkpoint!r}: {problem}. Give the path of a checkpoint to use that of another run{new}"
+            f"{argument}={checkpoint!r}: {problem}. {remedy}. Give the path of a checkpoint to use that of another run{new}"
         )
     listed = "".join(f"\n  {reason}" for reason in reasons)
     raise DamagedCheckpoint(

@@ -104,6 +104,15 @@ class RunFolder:
             self._on_main(partial(_check_writable, checkpoint_folder))
         return checkpoint_folder
 
+    def further_root(self, root: str | Path | None) -> str:
+        """Lock this run's folder under a further ``root`` (``None``: the run's folder), and return the checkpoint folder there."""
+        if root is None:
+            return str(self.path / "checkpoints")
+        checkpoint_folder: str = self._on_main(partial(self._lock_root, run_root_of(root)))
+        if self._stage == "fit":
+            self._on_main(partial(_check_writable, checkpoint_folder))
+        return checkpoint_folder
+
     def source(self, checkpoint: str) -> tuple[Storage, str]:
         """Resolve a name, a checkpoint's path or a run's folder to a checkpoint folder and the name or path of a checkpoint."""
         checkpoint_folder = None if checkpoint in NAMES else self._on_main(partial(_checkpoints_in, checkpoint))
@@ -116,6 +125,11 @@ class RunFolder:
     def trained(self) -> Trained:
         """The facts about this run that the ``Fit`` remembers after its end."""
         return Trained(self.id, self.checkpoints)
+
+    def note_beginning(self, checkpoint: str) -> None:
+        """Record that this new run began with another run's ``checkpoint``, which a replay from the seed would not. All ranks may call this."""
+        for claim in self._claims.values():  # rank 0 has them
+            claim.note_beginning(checkpoint)
 
     def close(self, failed: bool = False) -> None:
         """Release the folder at the end of the run."""
@@ -238,7 +252,7 @@ class RunFolder:
 
     def _named(self, root: RunRoot) -> Storage:
         """The checkpoint folder in which names are looked up when the run starts a new folder."""
-        return _newest_checkpoints(root) if self._earlier is None else storage_of(self._earlier.checkpoints)
+        return newest_checkpoints(root) if self._earlier is None else storage_of(self._earlier.checkpoints)
 
     def _candidates(self, root: RunRoot) -> list[int]:
         """The numbers of the trainings that ``"last"``, ``"best"`` or ``"auto"`` may mean, the first choice first."""
@@ -253,12 +267,12 @@ def source_of(root_dir: Path, dirpath: str | Path | None, checkpoint: str) -> tu
     checkpoint_folder = None if checkpoint in NAMES else _checkpoints_in(checkpoint)
     if checkpoint_folder is not None:
         return storage_of(checkpoint_folder), "last"
-    return _newest_checkpoints(
+    return newest_checkpoints(
         run_root_of(root_dir, "checkpoints") if dirpath is None else run_root_of(dirpath)
     ), checkpoint
 
 
-def _newest_checkpoints(root: RunRoot) -> Storage:
+def newest_checkpoints(root: RunRoot) -> Storage:
     """The checkpoint folder of the newest training that has checkpoints."""
     return root.storage(next((n for n in _trainings(root) if root.has_checkpoints(n)), 0))
 

@@ -67,6 +67,8 @@ class RunRecord:
     since: str = ""
     status: str = ""
     """:data:`RUNNING`, :data:`ENDED` or :data:`FAILED`."""
+    began_with: str = ""
+    """The checkpoint of another run with which a new run began: whose weights it loaded, or from which it resumed."""
 
     @classmethod
     def of_this_process(cls, id: str, stage: str, job: Sequence[str]) -> RunRecord:
@@ -85,7 +87,7 @@ class RunRecord:
             return NO_RECORD
         texts = {
             name: values[name]
-            for name in ("id", "stage", "host", "process", "since", "status")
+            for name in ("id", "stage", "host", "process", "since", "status", "began_with")
             if type(values.get(name)) is str
         }
         job, pid = values.get("job"), values.get("pid")
@@ -97,12 +99,13 @@ class RunRecord:
 
     def text(self) -> bytes:
         """The record as the content of a ``run.json``."""
+        values = {name: value for name, value in vars(self).items() if name != "began_with" or value}
         # Like indent=1, which would use Python's slow encoder.
-        return json.dumps(vars(self), separators=(",\n ", ": ")).encode()
+        return json.dumps(values, separators=(",\n ", ": ")).encode()
 
     def continuing(self, previous: RunRecord) -> RunRecord:
-        """This record for the folder of an earlier run: with that run's id and, unless this process trains, that run's stage and job."""
-        record = replace(self, id=previous.id or self.id)
+        """This record for the folder of an earlier run, with that run's id and ``began_with``; unless this process trains, also its stage and job."""
+        record = replace(self, id=previous.id or self.id, began_with=previous.began_with)
         if self.stage == "fit" or not previous:
             return record
         return replace(record, stage=previous.stage or self.stage, job=previous.job)
@@ -306,6 +309,11 @@ class Claim:
             pass
         finally:
             self.unlock()
+
+    def note_beginning(self, checkpoint: str) -> None:
+        """Record that this new run began with another run's ``checkpoint``."""
+        self.record = replace(self.record, began_with=checkpoint)
+        self.root.write(self)
 
     def unlock(self) -> None:
         """Release the lock without changing any file."""

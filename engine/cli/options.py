@@ -480,9 +480,9 @@ def replay() -> Parser:
     """The options of ``fit replay``."""
     parser = Parser(
         prog="fit replay",
-        description="Run one step of an earlier training again, from its newest checkpoint before that step, and print the samples, the loss of each "
-        "micro-batch, the norm of the gradients and the first number that is not finite. On as many ranks as the run had, every number is the "
-        "same to the last bit. Nothing of the run changes.",
+        description="Run one step of an earlier training again, from its newest checkpoint before that step, or from its seed if there is none, and "
+        "print the samples, the loss of each micro-batch, the norm of the gradients and the first number that is not finite. On as many ranks as "
+        "the run had, every number is the same to the last bit. Nothing of the run changes.",
         epilog="TARGET, --data, --callback, --set and --config are those of fit run; the sections model:, data: and callbacks: of a file of "
         "settings serve as well. Settings and parameters that are numbers and words are the run's where nothing else is given. What its "
         "checkpoint names as code is not imported. A script can call Fit.replay.",

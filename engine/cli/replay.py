@@ -10,24 +10,25 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from engine.callback import Callback, affecting_steps
+from engine.checkpoint.manifest import MANIFEST
 from engine.cli.class_paths import CALLBACKS, importable_here
 from engine.cli.error_report import run_reporting_errors
 from engine.cli.object_builder import ObjectBuilder
 from engine.cli.requested_objects import SECTIONS, Components, EarlierRun, components_of
 from engine.cli.run import build_objects, log_to_terminal
-from engine.cli.saved_parameters import Recorded, recorded, warn_about_differences, with_saved_parameters
+from engine.cli.saved_parameters import Recorded, init_args, recorded, warn_about_differences, with_saved_parameters
 from engine.cli.terminal import OK, UsageError
 from engine.config.resolve import DEFAULT_FILE
 from engine.config.settings import KINDS
 from engine.config.yaml_text import flow
 from engine.data.datamodule import DataModule
 from engine.distributed.environments import detect
-from engine.loop.replay import LeftOut, StartingPoint, starting_point
+from engine.loop.replay import LeftOut, StartingPoint, recorded_values, starting_point
 from engine.utils.log import logger
 from engine.utils.text import terminal_text
 
@@ -66,7 +67,9 @@ def _replay(options: argparse.Namespace) -> int:
         start = starting_point(options.run, options.step)
     except (FileNotFoundError, ValueError) as error:
         raise UsageError(error) from None
-    if not _is_inside(start.checkpoint):
+    if not start.manifest:
+        start = replace(start, manifest={"config": _logged_config(start.described_by)})
+    if not _is_inside(start.described_by):
         importable_here()
     elif options.config is None and "FIT_CONFIG" not in os.environ and Path(DEFAULT_FILE).exists():
         raise UsageError(
@@ -84,8 +87,11 @@ def _replay(options: argparse.Namespace) -> int:
                 f"{start.described_by}: the run had {name}={flow(value)}, which is not taken from a checkpoint: it may name code or files. "
                 f"Give it, as in --set {shlex.quote(f'{name}={flow(value)}')}, or add --run-recorded-code"
             )
-    saved = recorded(components.resolved.settings.root_dir, None, start.described_by, "RUN")
-    assert saved is not None
+    try:
+        start.check_seed(options.step, components.resolved.settings.seed)
+    except ValueError as error:
+        raise UsageError(error) from None
+    saved = _recorded(start, components.resolved.settings.root_dir)
     parsers = [
         ObjectBuilder(with_saved_parameters(component, saved) if component.name in saved.sections else component)
         for component in components.objects
@@ -102,7 +108,7 @@ def _replay(options: argparse.Namespace) -> int:
             module,
             loader,
             datamodule=datamodule,
-            run=start.checkpoint,
+            run=start.checkpoint or options.run,
             step=options.step,
             detect_anomaly=options.detect_anomaly,
         )
@@ -113,10 +119,29 @@ def _replay(options: argparse.Namespace) -> int:
     return OK
 
 
+def _logged_config(folder: str) -> dict[str, Any]:
+    """The settings of a run without checkpoints that ``Report`` or ``CSVLogger`` has recorded, as a manifest's ``config``; empty: none has."""
+    if "://" in folder:
+        return {}
+    config: dict[str, Any] = importlib.import_module(f"{CALLBACKS}.report.runs").config_of(Path(folder))
+    return config
+
+
+def _recorded(start: StartingPoint, root_dir: Path) -> Recorded:
+    """The arguments with which the run's objects were created; a run without checkpoints has only those that ``fit run`` has recorded."""
+    if "files" not in start.manifest:
+        return Recorded(
+            start.described_by, {}, None, {}, {name: init_args(start.manifest, name) for name in ("model", "data")}
+        )
+    saved = recorded(root_dir, None, start.described_by, "RUN")
+    assert saved is not None
+    return saved
+
+
 def _earlier_run(start: StartingPoint, options: argparse.Namespace) -> tuple[EarlierRun, dict[str, Any]]:
     """The run that the checkpoint records, and the settings that were withheld from it: without ``--run-recorded-code``, those that may run code."""
-    values = _config(start)
-    if not values:
+    values = recorded_values(start.manifest)
+    if not values and start.manifest.get("files"):
         raise UsageError(f"{start.described_by} has no settings of a run: a script can call Fit.replay")
     requested = {"model": options.target, "data": options.data}
     sections = {
@@ -137,18 +162,11 @@ def _earlier_run(start: StartingPoint, options: argparse.Namespace) -> tuple[Ear
         withheld = {}
     else:
         settings = {name: value for name, value in settings.items() if name not in withheld}
-    if (root := _root_dir_of(start.checkpoint)) is not None:
+    if (root := _root_dir_of(start.described_by)) is not None:
         settings["root_dir"] = str(root)
     allowed = sections if options.run_recorded_code else {}
     origin = f"checkpoint {start.described_by}"
     return EarlierRun(origin, settings, allowed, _error_without_model(start, sections)), withheld
-
-
-def _config(start: StartingPoint) -> dict[str, Any]:
-    """The recorded settings and descriptions of objects, as plain values."""
-    config = start.manifest.get("config")
-    entries = config.items() if isinstance(config, dict) else ()
-    return {str(name): entry["value"] for name, entry in entries if isinstance(entry, dict) and "value" in entry}
 
 
 def _class_paths(section: Any) -> list[str]:
@@ -197,19 +215,26 @@ def _error_without_model(start: StartingPoint, sections: Mapping[str, Any]) -> s
     )
 
 
-def _root_dir_of(checkpoint: str) -> Path | None:
-    """The ``root_dir`` of the run that saved this checkpoint; ``None``: it is not on this machine, or not in the usual place."""
-    path = Path(checkpoint)
-    if "://" in checkpoint or path.parent.name != "checkpoints":
+def _run_folder(described_by: str) -> Path | None:
+    """The folder of the run that a checkpoint, or this folder itself, belongs to; ``None``: it is not on this machine, or not in the usual place."""
+    path = Path(described_by)
+    if "://" in described_by:
         return None
-    run = path.parent.parent
-    return run.parent if run.name.startswith("version_") else run
+    if path.is_dir() and not (path / MANIFEST).exists():
+        return path
+    return path.parent.parent if path.parent.name == "checkpoints" else None
 
 
-def _is_inside(checkpoint: str) -> bool:
+def _root_dir_of(described_by: str) -> Path | None:
+    """The ``root_dir`` of the run that :func:`_run_folder` finds."""
+    run = _run_folder(described_by)
+    return run.parent if run is not None and run.name.startswith("version_") else run
+
+
+def _is_inside(described_by: str) -> bool:
     """Check whether the current directory belongs to the run. If it does, its files may be as untrusted as the run: no file is imported only because
     of its name, as ``html.py`` would be if Python's own module is not loaded yet."""
-    root = _root_dir_of(checkpoint)
+    root = _root_dir_of(described_by)
     return root is not None and Path.cwd().is_relative_to(root.resolve())
 
 
@@ -217,7 +242,7 @@ def _stand_ins(components: Components, saved: Recorded, start: StartingPoint) ->
     """Callbacks that only receive the states of the run's callbacks which are not given here. A warning names those that may change a step."""
     given_names = {callback.title for callback in components.callbacks}
     states = {key: key.partition("; ")[0].partition("[")[0] for key in saved.callbacks}
-    names = [*map(_class_name, _class_paths(_config(start).get("callbacks"))), *states.values()]
+    names = [*map(_class_name, _class_paths(recorded_values(start.manifest).get("callbacks"))), *states.values()]
     missing = dict.fromkeys(
         n for n in names if n not in given_names and not n.startswith("_") and not _cannot_change_step(n)
     )
@@ -249,6 +274,6 @@ def _logged(start: StartingPoint, step: int) -> dict[str, float]:
     path = Path(start.described_by)
     if "://" in start.described_by:
         return {}
-    logged_at = importlib.import_module(f"{CALLBACKS}.report.runs").logged_at
-    values: dict[str, float] = logged_at(path.parent.parent if path.parent.name == "checkpoints" else path.parent, step)
+    folder = _run_folder(start.described_by) or path.parent
+    values: dict[str, Any] = importlib.import_module(f"{CALLBACKS}.report.runs").logged_at(folder, step)
     return values

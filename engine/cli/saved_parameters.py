@@ -73,7 +73,7 @@ def recorded(root_dir: Path, checkpoint_folder: str | Path | None, checkpoint: s
                 {str(name): value for name, value in shared.get("hparams", {}).items()},
                 shared.get("hparams_name"),
                 {str(name): str(text) for name, text in _mapping(manifest.get("hparams")).items()},
-                {name: _init_args(manifest, name) for name in ("model", "data")},
+                {name: init_args(manifest, name) for name in ("model", "data")},
                 tuple(_mapping(shared.get("callbacks"))),
             )
     except FileNotFoundError:
@@ -82,7 +82,8 @@ def recorded(root_dir: Path, checkpoint_folder: str | Path | None, checkpoint: s
         return None
 
 
-def _init_args(manifest: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+def init_args(manifest: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    """The parameters with which ``fit run`` built ``"model"`` or ``"data"``, as a manifest records them."""
     entry = _mapping(_mapping(manifest.get("config")).get(section))
     return _mapping(_mapping(entry.get("value")).get("init_args"))
 

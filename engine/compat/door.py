@@ -100,9 +100,9 @@ class Door(MetaPathFinder, Loader):
             inner = f"{place}.{name}" if place else name
             if inner in self.names.modules:
                 return importlib.import_module(self._module_name(inner))
-            found = self.names.find(place, name)
-            if found is not None:
-                return self.object(found)
+            peer = self.names.find(place, name)
+            if peer is not None:
+                return self.object(peer)
         for family in self._families:
             with suppress(AttributeError):
                 return family(name)
@@ -112,38 +112,38 @@ class Door(MetaPathFinder, Loader):
         """Our counterpart of another trainer's object, or a stand-in. Objects of other packages are imported."""
         key = name.kind, name.module, name.name
         if key not in self._objects:
-            self._objects[key] = self._make(name)
+            self._objects[key] = self._counterpart(name)
         return self._objects[key]
 
-    def _make(self, found: PeerName) -> Any:
-        name, module = found.name, self._module_name(found.module)
-        if found.kind == "module":
-            return importlib.import_module(module if found.detail else found.module)
-        if found.module.startswith(self.looked_up) and found.kind not in ("value", "log"):
+    def _counterpart(self, peer: PeerName) -> Any:
+        name, module = peer.name, self._module_name(peer.module)
+        if peer.kind == "module":
+            return importlib.import_module(module if peer.detail else peer.module)
+        if peer.module.startswith(self.looked_up) and peer.kind not in ("value", "log"):
             for part in map(importlib.import_module, self.parts):
                 if name in vars(part):
                     return vars(part)[name]
             for family in self._families:
                 with suppress(AttributeError):
                     return family(name)
-        match found.kind:
+        match peer.kind:
             case "foreign":
-                return _of_another_package(found)
+                return _of_another_package(peer)
             case "value":
-                return found.detail
+                return peer.detail
             case "log":
                 return logging.getLogger(module)
             case "type":
                 return Any
             case "error":
-                return type(name, (resolve_name(f"builtins:{found.detail}"),), {"__module__": module})
+                return type(name, (resolve_name(f"builtins:{peer.detail}"),), {"__module__": module})
             case "enum":
-                return _enum(name, found.detail, module)
+                return _enum(name, peer.detail, module)
             case "function":
-                return refused_function(name, self._instead(found), module)
+                return refused_function(name, self._instead(peer), module)
             case "object":
-                return StandInObject(name, self._instead(found))
-        return refused_class(name, self._instead(found), module)
+                return StandInObject(name, self._instead(peer))
+        return refused_class(name, self._instead(peer), module)
 
     def _instead(self, name: PeerName) -> str:
         places = (place for place in self.by_place if f"{name.module}.".startswith(place))
@@ -159,5 +159,5 @@ def _of_another_package(name: PeerName) -> Any:
 
 def _enum(name: str, members: Mapping[str, str | int], module: str) -> type[Enum]:
     base: Any = IntEnum if any(isinstance(value, int) for value in members.values()) else StrEnum
-    made: type[Enum] = base(name, dict(members), module=module)
-    return made
+    cls: type[Enum] = base(name, dict(members), module=module)
+    return cls

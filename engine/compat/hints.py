@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
+from engine.compat.foreign_checkpoints.folder_files import FOLDER_FILES
 from engine.compat.lightning.arguments import STRATEGY_NAMES
 from engine.compat.lightning.names import CHECKPOINT, DATA, MODULE, OF_SETTINGS, VIEW
 from engine.compat.names import ARGUMENTS, ATTRIBUTES, NAMES, OTHERWISE
@@ -25,6 +26,7 @@ ANSWERS: dict[str, dict[str, str]] = {
     "DataModule": DATA,
     "TrainerView": VIEW,
     "checkpoint entry": CHECKPOINT,
+    "checkpoint's folder": FOLDER_FILES,
     "setting": OTHERWISE | {name: f"here it is called {setting!r}" for name, setting in NAMES.items()},
     "strategy": {name: f"this name of Lightning's is {setting!r} here" for name, setting in STRATEGY_NAMES.items()},
 }

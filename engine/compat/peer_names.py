@@ -76,7 +76,7 @@ class PeerNames:
             entry = self.modules.get(path, {})  # a path of an earlier release
             index: dict[str, tuple[str, Any]] = {}
             for kind, plural in _LISTED.items():
-                index |= {name: (kind, None) for name in entry.get(plural, "").split()}
+                index |= dict.fromkeys(entry.get(plural, "").split(), (kind, None))
             for kind, plural in _DETAILED.items():
                 index |= {name: (kind, detail) for name, detail in entry.get(plural, {}).items()}
             for origin, words in entry.get("from", {}).items():

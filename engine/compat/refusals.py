@@ -31,7 +31,7 @@ class StandIn(ABCMeta):
     """The metaclass of classes that stand for another trainer's: they can be imported, subclassed and used as annotations, but not called."""
 
     refused: str
-    """What to use instead."""
+    """Advice: the name of the counterpart, or another way."""
     stands_for: str
     """The other trainer's name."""
 
@@ -81,7 +81,7 @@ def refused_function(name: str, instead: str, module: str = __name__) -> Callabl
 
 
 def sentence(stand_in: Any) -> str:
-    """What the error about a stand-in says."""
+    """The text of the error about a stand-in."""
     return f"{stand_in.stands_for} has no counterpart: {stand_in.refused}"
 
 

@@ -23,8 +23,6 @@ class Argument:
     """Advice on what to do instead: ends the errors of ``Fit``, our class and the drop-in class, and is printed by ``fit migrate``."""
     drop_in: str = ""
     """Replaces ``instead`` in the drop-in class's error, if ``instead`` mentions something that class lacks."""
-    with_validation: str = ""
-    """Why ``True`` is an error in a training with validation, and what to do."""
     in_file: str = ""
     """The note about an argument of a converted settings file that is not used."""
 

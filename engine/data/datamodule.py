@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from engine.checkpoint.module_loading import load_datamodule
 from engine.config.hyperparameters import HParams, initial, save, saved_by
 from engine.utils.extensions import missing
+from engine.utils.overrides import set_to_none, use_base_methods
 from engine.utils.sample_count import counted
 from engine.utils.tree import move
 
@@ -57,6 +58,10 @@ class DataModule:
     def attach(self, run: Run | None) -> None:
         """Attach the data module to a ``run``, or detach it (``None``). The run calls this."""
         self._attached_run = run
+        if run is None:
+            set_to_none(self, vars(self).pop("_set_to_none", {}))
+        else:
+            vars(self).setdefault("_set_to_none", {}).update(use_base_methods(self, DataModule))
 
     def prepare_data(self) -> None:
         """Download or convert data on disk. It must not set attributes, since only one process of each machine runs it."""

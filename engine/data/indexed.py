@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from engine.data.deal import Deal, Shards
@@ -327,6 +330,9 @@ class BatchFeed(LoaderFeed):
             yield from shares(sizes, deal.rank)
 
 
+_SHAPE = attrgetter("shape")
+
+
 class ListFeed(IndexedFeed):
     """Feeds a list of ready batches, which are distributed to the ranks one by one."""
 
@@ -361,7 +367,7 @@ class ListFeed(IndexedFeed):
             for i in range(start, deal.used):
                 yield batches[i], WHOLE_WINDOW
             return
-        count = self.counter.count if owner_counts else counted
+        count = self.counter.count if owner_counts or self._needs_counter() else counted
         ranks, used, rank = deal.world_size, deal.used, deal.rank
         full = ranks * window
         certain = ("",) * full
@@ -380,6 +386,20 @@ class ListFeed(IndexedFeed):
             for j, share in enumerate(shares_here := shares(rows, rank)):
                 index = j * ranks + rank
                 yield batches[base + index], share if plain else share_of(shares_here, j, guesses[index], False)
+
+    def _needs_counter(self) -> bool:
+        """Whether only all batches together show how each is counted: ``None`` among others, or tensors that may have the time first. Shows them to
+        the counter then."""
+        kinds = set(map(type, self.batches))  # one call, not one for each batch
+        shapes: set[torch.Size] = set()
+        if kinds == {Tensor}:
+            with suppress(RuntimeError):  # a nested tensor has no shape
+                shapes = set(map(_SHAPE, self.batches))
+        if len(shapes) < 3 and not (type(None) in kinds and len(kinds) > 1):
+            return False
+        for batch in self.batches:
+            self.counter.count(batch)
+        return True
 
     def batches_in_pass(self) -> int | None:
         return len(self.batches)

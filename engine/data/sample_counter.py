@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from torch import Tensor
 from torch.utils.data import default_collate, default_convert
 
-from engine.utils.sample_count import Count, counted
+from engine.utils.sample_count import Count, SingleTensors, counted
 
 _KEEPING = ("torch", "torchdata", "torch_geometric")
 """Packages whose collate functions make a batch of all samples that they get; collators in a module ``data.data_collator`` do so, too."""
@@ -34,6 +35,9 @@ class SampleCounter:
         owners = (data, getattr(data, "dataset", None), getattr(data, "collate_fn", None))
         self.owner: CountsSamples | None = next((owner for owner in owners if isinstance(owner, CountsSamples)), None)
         """The object that counts; ``None``: the batches show it."""
+        self._has_batches = False
+        """Whether a batch was counted that is not ``None``: where all are, the module makes its own data, and each counts as one sample."""
+        self._single_tensors = SingleTensors()
 
     def follow(self, owner: CountsSamples | None) -> None:
         """Let the module or data module ``owner`` count, if the loader does not."""
@@ -49,6 +53,11 @@ class SampleCounter:
             TypeError, ValueError: the user's ``count_samples`` returns no number of samples.
         """
         if self.owner is None:
+            if batch is None and list_length is None:
+                return (0, "") if self._has_batches else counted(batch)
+            self._has_batches = True
+            if list_length is None and type(batch) is Tensor and batch.ndim:
+                return batch.size(0), self._single_tensors.doubt(batch)
             return counted(batch, list_length)
         number = self.owner.count_samples(batch)
         try:

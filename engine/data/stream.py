@@ -92,7 +92,7 @@ class StreamFeed(Feed):
         self.reader.set_epoch(epoch)
         self.reader.counter.follow(self.use.owner)
         if self._guard is not None:
-            self._guard.begin(epoch, self.reader.is_compared())
+            self._guard.begin(epoch, self.reader.is_compared(), start)
         batches: Iterator[Any] = iter(())
         if not self._ended:
             saved = state["source"] if state else None
@@ -163,7 +163,7 @@ class StreamFeed(Feed):
     def _windows(self, batches: Iterator[Any], position: int, window: int, end: int | None) -> Iterator[MicroBatch]:
         """Read window after window, exchange the batches' sizes, and yield this rank's micro-batches up to position ``end``."""
         spare: Any = _NOTHING
-        resumed, guard, is_first = position > 0, self._guard, self._guard is not None
+        resumed, guard = position > 0, self._guard
         while True:
             self._window_start = None if self._ended else self.reader.position()
             own_batches, counts = [], []
@@ -172,9 +172,8 @@ class StreamFeed(Feed):
                 count = self.round if end is None else min(self.round, max(0, end - position))
                 read = 0
                 for batch in itertools.islice(batches, count):
-                    if is_first and guard is not None:
-                        guard.note_first(self.reader.compared(batch))
-                        is_first = False
+                    if guard is not None and guard.needs_batch:
+                        guard.note(self.reader.compared(batch))
                     if read == self.turn or spare is _NOTHING:
                         spare = batch
                     if read == self.turn:

@@ -13,6 +13,8 @@ from engine.distributed.group import Group
 
 PERIOD_S = 0.5
 """All ranks see a request after about this time (s), or after one step if steps are slower. A check costs 2 ms on busy cores."""
+EXACT = 2**53
+"""Integers below this are exact in float64."""
 MAX_INTERVAL = 256
 """The maximum number of steps between two checks, which bounds the delay when steps suddenly become slow."""
 
@@ -155,13 +157,14 @@ class Agreement:
         self._interval = self._steps_left = 1
 
     def agree_now(self, request: int) -> bool:
-        """Return whether any rank has a request, waiting for all ranks. For the ends of epochs and of validations."""
+        """Return whether any rank has a request, waiting for all ranks. For the ends of epochs and of validations; the values of :attr:`compared` are
+        compared, too."""
         if self._cpu is None:
             self.level = request
             return request > 0
         self._request = max(self._request, request)
         self._finish_check()
-        self._start_check()
+        self._start_check(with_values=True)
         return self._read()
 
     def _finish_check(self) -> None:
@@ -169,8 +172,8 @@ class Agreement:
         if self._posted is not None and self._read():
             self._request = max(self._request, self.level)
 
-    def _start_check(self) -> None:
-        """Begin a check: start to reduce the flags over all ranks."""
+    def _start_check(self, with_values: bool = False) -> None:
+        """Begin a check: start to reduce the flags over all ranks. ``with_values``: compare values on the device, too."""
         assert self._posted is None
         # Limited, since an infinite duration would make the interval's division meaningless. NaN never passes the comparison in poll.
         # A notify() of another thread between the two counts for the next check.
@@ -180,7 +183,7 @@ class Agreement:
         )
         values = [float(self._request), min(self._slowest_s, 1e6), self.stopwatch.seconds(), own_news]
         if self.compared is not None:
-            numbers = self.compared.numbers()
+            numbers = [*self.compared.numbers(), float(self.compared.values() % EXACT if with_values else 0)]
             values += [*numbers, *(-number for number in numbers)]  # a maximum and, of the negative numbers, a minimum
         flags = torch.tensor(values, dtype=torch.float64)
         work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._cpu, async_op=True)
@@ -193,9 +196,12 @@ class Agreement:
         (work, flags), self._posted = self._posted, None
         work.wait()
         request, slowest_s, self.elapsed_s, news, *numbers = flags.tolist()
-        half = len(numbers) // 2
-        if self.compared is not None and any(a != -b for a, b in zip(numbers[:half], numbers[half:], strict=True)):
-            self.compared.compare()
+        if self.compared is not None:
+            *differ, values_differ = (a != -b for a, b in zip(numbers[:3], numbers[3:], strict=True))
+            if any(differ):
+                self.compared.compare()
+            if values_differ:
+                self.compared.warn_of_values()
         if news:
             self.news = True
         if slowest_s > 0.0:  # no step since the last check: the interval stays

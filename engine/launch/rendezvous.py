@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -25,7 +25,7 @@ from engine.distributed import addresses, stores
 from engine.distributed.addresses import LOOPBACK
 from engine.launch.job import Job, LaunchError
 from engine.launch.output import Output, Terminal
-from engine.utils.helper_threads import HelperThread
+from engine.utils.helper_threads import HelperThread, log_failure
 
 STORE_S = 10.0
 """Timeout (s) of one exchange with the store after the rendezvous."""
@@ -275,7 +275,7 @@ class Machines(Meeting):
     def _watch(self, over: threading.Event) -> None:
         """Poll the rendezvous and the agents' store until the round is ``over``; the thread's target."""
         assert self._store is not None
-        store, broken_since = self._store, 0.0
+        store, broken_since, is_told = self._store, 0.0, False
         while not over.wait(WATCH_S):
             # A store that does not answer says nothing about the ranks: they go on, until a restart shows whether it is gone. A connection
             # that the other side closes is different: the agent that served the store has ended, and its ranks with it.
@@ -289,11 +289,15 @@ class Machines(Meeting):
                     self._cause = store.get(CAUSE).decode()
                 if not over.is_set():
                     self.machines_waiting, self.failed_elsewhere = waiting, failed
-            except Exception as error:
+            except (RuntimeError, RendezvousError) as error:  # a store's errors are RuntimeErrors
                 if isinstance(error, dist.DistNetworkError) or isinstance(error.__cause__, dist.DistNetworkError):
                     broken_since = broken_since or time.monotonic()
                     if time.monotonic() - broken_since > SILENT_S / 2 and not over.is_set():
                         self.failed_elsewhere = True
+            except Exception as error:
+                if not is_told:
+                    is_told = True
+                    log_failure("fit-waiting", "it goes on; machines that join or fail may be noticed late", error)
 
     def _publish(self, report: str) -> str:
         """Send other agents the report on a failure here."""

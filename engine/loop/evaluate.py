@@ -42,6 +42,8 @@ def validate(run: Run, limit: int | None = None, *, was_due: bool = True) -> lis
         run.optimization.before_validation()
     began, checkpoint_s, outer_recorder = time.perf_counter(), run.times.checkpoint, run.logbook.recorder
     run.engine.checkpoint_writer.before_validation()
+    if run.loaders.reload_for("validation", run.state.epoch):
+        run.loaders.for_validation(run.val_every)
     for loader in run.loaders.validation:
         loader.set_epoch(run.state.epoch)  # so that a shuffled loader gives the same order after a resume
     results: list[dict[str, float]] = []
@@ -76,6 +78,7 @@ def sanity_check(run: Run) -> None:
         with watched(run):
             run.logbook.sanity_names = set().union(*validate(run, None if count < 0 else count))
         call_hooks(run, run.hooks.on_sanity_check_end)
+        run.logbook.sanity = None
 
 
 def evaluate(
@@ -124,7 +127,11 @@ def evaluate(
             for recorder in all_recorders:
                 recorder.clear()
         logbook.record_to(outer_recorder)
-        if run.stage != "sanity":
+        if run.stage in ("validate", "test"):
+            logbook.close(f"after the {name}'s epoch", f"log it in on_{name}_epoch_end")
+        if run.stage == "sanity":
+            logbook.sanity = EvaluationValues([*values, shared], all_recorders)
+        else:
             for recorder, epoch_values in zip(all_recorders, [*values, shared], strict=True):
                 if epoch_values:
                     run.publish(dict(epoch_values), recorder)

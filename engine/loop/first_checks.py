@@ -200,12 +200,12 @@ def check_monitors(run: Run) -> None:
     """
     if run.settings.fast_dev_run or (run.val_loaders and run.logbook.sanity_names is None):
         return
-    followed = [
-        (f"{type(callback).__name__}(monitor={callback.monitor!r})", callback.monitor)
+    followed: list[tuple[str, str | None]] = [
+        (f"{type(callback).__name__}(monitor={monitored!r})", monitored)
         for callback in run.callbacks
         if (callback.is_early_stopping or callback.finds_best)
         and getattr(callback, "strict", True)
-        and hasattr(callback, "monitor")
+        and (monitored := callback.monitored) is not None
     ]
     if run.module.automatic_optimization:
         followed += [

@@ -9,7 +9,7 @@ from typing import Any
 from engine.callback import Callback
 from engine.checkpoint.writer import CheckpointWriter
 from engine.loop.logbook import Logbook
-from engine.loop.method_arguments import accepting, check_method_arguments
+from engine.loop.method_arguments import BESIDES_EVENTS, accepting, check_method_arguments
 from engine.module import TrainModule
 from engine.utils.errors import HangError
 from engine.utils.log import logger
@@ -35,6 +35,10 @@ WEIGHT_CHANGING_EVENTS = (
 """Events whose hooks may change weights. Before them the run waits until a checkpoint in progress has copied the weights."""
 
 
+_COPIES = "[Run]copies of the checkpoint"
+"""The owner of the hook that waits before :data:`WEIGHT_CHANGING_EVENTS`."""
+
+
 class Hooks:
     """For each event, the bound methods to call: callbacks in their order, then the module, then the callbacks that run last.
 
@@ -56,10 +60,12 @@ class Hooks:
         self, callbacks: Sequence[Callback], module: TrainModule, writer: CheckpointWriter, logbook: Logbook
     ) -> None:
         self._writer, self._logbook = writer, logbook
+        self._wrappers: list[Callable[[str, Hook], Hook]] = []
         self._failed: dict[int, set[str]] = {}  # by the callback's id: the events in which it failed
         names = (*_events(), *(f"last_{event}" for event in SPLIT_EVENTS))
         self._owners: dict[str, list[str]] = {name: [] for name in names}  # by event: the names of its hooks' owners
         vars(self).update(dict.fromkeys(names, ()))
+        self._called: set[tuple[int, str]] = set()  # the ids of owners, and the events whose hooks they have
         check_method_arguments(module, TrainModule)
         of_module = overridden_methods(module, _events(), TrainModule)
         named = [(f"[Callback]{c.state_key}", c) for c in callbacks]
@@ -72,10 +78,11 @@ class Hooks:
                 if event in SPLIT_EVENTS
                 else (early, late)
             )
-            pairs = [(name, hook) for name, c in first if (hook := self._of_callback(c, event)) is not None]
+            pairs = self._pairs(first, event)
             if event in of_module:
                 pairs.append((owner, _of_module(module, event)))
-            closing = [(name, hook) for name, c in last if (hook := self._of_callback(c, event)) is not None]
+                self._called.add((id(module), event))
+            closing = self._pairs(last, event)
             if event in SPLIT_EVENTS:
                 if closing:
                     self._set(f"last_{event}", closing)
@@ -83,10 +90,71 @@ class Hooks:
                 pairs += closing
             if pairs:
                 self._set(event, pairs)
+        self._attributes = _attributes(callbacks, module)
+
+    def _pairs(self, owners: Sequence[tuple[str, Callback]], event: str) -> list[tuple[str, Hook]]:
+        """The names and hooks of the callbacks that override the event."""
+        pairs = []
+        for name, callback in owners:
+            if (hook := self._of_callback(callback, event)) is not None:
+                pairs.append((name, hook))
+                self._called.add((id(callback), event))
+        return pairs
+
+    def take_late(self, callbacks: Sequence[Callback], module: TrainModule) -> None:
+        """Take over the hooks that were set on ``module`` or ``callbacks``, those of the run, as attributes since the last call, each in the place of
+        its owner. An attribute that is ``None`` removes the hook."""
+        before, self._attributes = self._attributes, _attributes(callbacks, module)
+        changed = {key for key, method in self._attributes.items() if key not in before or before[key] != method}
+        if not changed:
+            return
+        first, last = ([callback for callback in callbacks if callback.runs_last is late] for late in (False, True))
+        owners: list[tuple[str, TrainModule | Callback]]
+        owners = [(f"[Callback]{callback.state_key}", callback) for callback in first]
+        owners.append((f"[TrainModule]{type(module).__name__}", module))
+        owners += [(f"[Callback]{callback.state_key}", callback) for callback in last]
+        for place, (_, owner) in enumerate(owners):
+            for event in _events():
+                if (id(owner), event) in changed:
+                    self._replace(event, owners, place)
+
+    def _replace(self, event: str, owners: Sequence[tuple[str, TrainModule | Callback]], place: int) -> None:
+        """Call the present method of the owner at ``place`` instead of the one before. ``owners``: all, in the order of their hooks."""
+        name, owner = owners[place]
+        if isinstance(owner, Callback):
+            hook, is_last = self._of_callback(owner, event), owner.runs_last or owner.is_early_stopping
+        else:
+            is_overridden = event in overridden_methods(owner, (event,), TrainModule)
+            hook, is_last = _of_module(owner, event) if is_overridden else None, False
+        if hook is not None:
+            for wrapper in self._wrappers:
+                hook = wrapper(f"{name}.{event}", hook)
+        group = f"last_{event}" if is_last and event in SPLIT_EVENTS else event
+        pairs = [pair for pair in zip(self._owners[group], getattr(self, group), strict=True) if pair[0] != _COPIES]
+        # Two owners may have one name: theirs are in the order of the owners.
+        before = sum(label == name and (id(other), event) in self._called for label, other in owners[:place])
+        indices = [index for index, (label, _) in enumerate(pairs) if label == name]
+        index = indices[before] if before < len(indices) else None
+        if (id(owner), event) in self._called:
+            if index is None:  # left out
+                return
+            del pairs[index]
+        elif index is None:
+            later = {label for label, _ in owners[place + 1 :] if label != name}
+            index = next((index for index, (label, _) in enumerate(pairs) if label in later), len(pairs))
+        if hook is not None:
+            pairs.insert(index, (name, hook))
+        (self._called.discard if hook is None else self._called.add)((id(owner), event))
+        self._set(group, pairs)
+
+    @staticmethod
+    def methods_of_steps(module: TrainModule) -> dict[str, Any]:
+        """The methods of ``module`` that a training's set-up hands to the steps."""
+        return {name: getattr(module, name) for name in ("training_step", *BESIDES_EVENTS)}
 
     def _set(self, name: str, pairs: list[tuple[str, Hook]]) -> None:
         if pairs and name in WEIGHT_CHANGING_EVENTS:
-            pairs.insert(0, ("[Run]copies of the checkpoint", _wait_for_copies(self._writer)))
+            pairs.insert(0, (_COPIES, _wait_for_copies(self._writer)))
         self._owners[name] = [owner for owner, _ in pairs]
         setattr(self, name, tuple([hook for _, hook in pairs]))
 
@@ -112,6 +180,7 @@ class Hooks:
             wrapper: a function that gets the name of a hook, ``"[Callback]EarlyStopping.on_validation_end"`` or
                 ``"[TrainModule]Net.on_fit_start"``, and the hook, and returns the function to call instead.
         """
+        self._wrappers.append(wrapper)
         for name, owners in self._owners.items():
             event = name.removeprefix("last_")
             hooks: tuple[Hook, ...] = getattr(self, name)
@@ -157,6 +226,17 @@ class Hooks:
 def _events() -> tuple[str, ...]:
     """The names of all events, as :class:`engine.Callback` defines them."""
     return tuple(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
+
+
+@functools.cache
+def _event_names() -> frozenset[str]:
+    return frozenset(_events())
+
+
+def _attributes(callbacks: Sequence[Callback], module: TrainModule) -> dict[tuple[int, str], Any]:
+    """The hooks that are attributes of the objects themselves, by the id of the object and the event."""
+    owners: list[TrainModule | Callback] = [module, *callbacks]
+    return {(id(owner), event): vars(owner)[event] for owner in owners for event in vars(owner).keys() & _event_names()}
 
 
 def _without_withheld(method: Hook, logbook: Logbook) -> Hook:

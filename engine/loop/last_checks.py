@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.checkpoint.tensor_files import is_dtensor
 from engine.distributed.collectives import gather_json
+from engine.loop.optimization import Optimization
 from engine.loop.run import Run
 from engine.loop.state import status_of
 from engine.module import TrainModule
@@ -30,7 +31,7 @@ def check_trained(run: Run) -> None:
     if run.state.step != run.first_step or not run.state.batches or status_of(run.stop_reason) != "completed":
         return
     if optimization.windows_without_loss and run.optimizers and not run.module.may_train_nothing:
-        raise ValueError(without_loss(run.module, optimization.windows_without_loss))
+        raise ValueError(without_loss(run.module, optimization))
     if not run.module.automatic_optimization and run.optimizers and run.is_main_process:
         logger.warning(
             "%s.training_step, with automatic_optimization=False, has not called step() of any optimizer: nothing was trained",
@@ -38,8 +39,33 @@ def check_trained(run: Run) -> None:
         )
 
 
-def without_loss(module: TrainModule, windows: int) -> str:
+def report_limit_passed(run: Run) -> None:
+    """Warn that a resumed training has trained nothing, because the training before it had reached a limit of this run already."""
+    settings, state, control = run.settings, run.state, run.control
+    at, name, setting = (
+        (f"step {state.step}", "max_steps", control.max_steps)
+        if run.stop_reason.startswith("max_steps")
+        else (f"epoch {state.finished_epochs}", "max_epochs", control.max_epochs)
+        if run.stop_reason.startswith("max_epochs")
+        else (f"{control.elapsed_s:.0f} s of training", "max_time", settings.max_time)
+    )
+    logger.warning(
+        "nothing was trained: the resumed training is at %s, and %s=%s was reached before. Limits count from the beginning of the training: "
+        "give a higher one to go on, or Resume(path, weights_only=True) to begin a new training with these weights",
+        at,
+        name,
+        setting,
+    )
+
+
+def without_loss(module: TrainModule, optimization: Optimization) -> str:
     """The message of an error: ``training_step`` has returned no loss for any batch."""
+    windows = optimization.windows_without_loss
+    if not optimization.samples_left_out:
+        return (
+            f"every batch ({windows} windows) was None or without samples, and {type(module).__name__}.training_step returned None for it, so "
+            "nothing was trained: the loader or its collate function leaves out all samples; if the batches are None on purpose, return the loss"
+        )
     return (
         f"{type(module).__name__}.training_step returned None for every batch ({windows} windows), so nothing was trained: "
         "return the loss. None leaves a batch out, and configure_optimizers that returns [] trains nothing on purpose"
@@ -56,7 +82,7 @@ def report_nonfinite(run: Run) -> None:
         return
     names = sorted(set().union(*gather_json(run.engine.group, _nonfinite(run))))
     run.nonfinite = tuple(names[:MOST])
-    if names and run.is_main_process:
+    if names and run.is_main_process and "nonfinite" not in run.warned:
         logger.warning(
             "the training ends at step %d with weights that are NaN or infinite: %s%s. Continue from an earlier checkpoint; "
             "Fit(on_nonfinite='raise') ends a run at the first such step and names the parameters, 'skip' leaves such steps out, "

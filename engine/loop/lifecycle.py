@@ -13,6 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from engine import strategies
+from engine.checkpoint.main_root import main_root
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import RunFolder, Trained
 from engine.config.settings import Settings
@@ -22,6 +23,7 @@ from engine.distributed.watchdog import Watchdog, explain_mismatch
 from engine.launch import script_ranks
 from engine.loop.method_arguments import accepting
 from engine.loop.run import Run
+from engine.loop.run_checkpoints import UNKNOWN
 from engine.loop.stopping import Preempted
 from engine.utils import cuda
 from engine.utils.errors import TERMINATED, CheckError, RankError
@@ -73,13 +75,16 @@ def frame(run: Run) -> Iterator[None]:
 @contextmanager
 def in_folder(run: Run, checkpoint: str | Path | Resume | None, earlier: Trained | None) -> Iterator[None]:
     """Choose the run's folder, and close it after the block. ``checkpoint``, ``earlier``: see :class:`RunFolder`."""
-    dirpath = next((c.checkpoints_in for c in run.callbacks if c.checkpoints_in is not None), None)
+    saving = [c for c in run.callbacks if c.is_checkpoint or c.checkpoints_in is not None]
+    roots = list(dict.fromkeys(callback.checkpoints_in for callback in saving))
+    best = next((callback.checkpoints_in for callback in saving if callback.finds_best), roots[0] if roots else None)
     try:
+        dirpath, earlier = main_root(run.engine.group, run.settings.root_dir, roots, best, checkpoint, earlier)
         folder = RunFolder(run.engine.group, run.settings.root_dir, dirpath, run.stage, checkpoint, earlier)
     except BaseException:
         run.release()
         raise
-    run.checkpoints.live_in(folder)
+    run.checkpoints.live_in(folder, dirpath if roots else UNKNOWN)
     failed = True
     try:
         yield
@@ -143,8 +148,8 @@ def _summary(run: Run, cause: str) -> str:
     step, name = (saved[0][0], saved[1]) if saved is not None else (0, "")
     end = f"{cause}: the training ended after step {run.step}"
     how_to_continue = 'resume="last" (fit run: --resume last) continues from it'
-    if name and name not in run.checkpoints.folder.lost:
-        path = run.checkpoint_path(name)
+    if name and name not in run.checkpoints.saved_in.lost:
+        path = run.checkpoints.saved_in.storage.path(name)
         saved_text = f", saved in {path}" if step == run.step else f"; saved: step {step}, {path}"
         return f"{end}{saved_text}; {how_to_continue}"
     if run.loaded_from is not None:

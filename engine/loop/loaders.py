@@ -87,6 +87,9 @@ class RunLoaders:
         """By loader of the evaluation, or of the training's validation, the micro-batches of this rank."""
         self.stride = 1
         """The samples, or batches, by which a full accumulation window advances the position in the data."""
+        self.reload_every = 0
+        """After how many epochs the loaders that the data module or the module provides are created again; 0: never. Set before the training."""
+        self._created: dict[str, int] = {}  # by kind, the epoch in which the loaders were created
         self.window_factor = 1
         """A multiplier for the micro-batches in a window, so that a replay on fewer ranks has the same samples in a step."""
         self._window: int | None = None
@@ -186,6 +189,21 @@ class RunLoaders:
         """Return the state of :meth:`continue_stream` and forget it."""
         state, self._stream_state = self._stream_state, None
         return state
+
+    def reload_for(self, kind: str, epoch: int) -> bool:
+        """Whether :attr:`reload_every` asks for new loaders of ``kind`` in this epoch; if so, release the present ones. All ranks call this."""
+        for each_kind in METHODS:
+            self._created.setdefault(each_kind, epoch)
+        created = self._created[kind]
+        if not self.reload_every or epoch < created + self.reload_every or self._user_loaders.get(kind) is not None:
+            return False
+        self._created[kind] = epoch
+        for loader in self.prepared.pop(kind, []):
+            loader.close()
+            self._engine.prepared.loaders.remove(loader)
+        if kind == "train":
+            self.train = None
+        return True
 
     # -- evaluations ----------------------------------------------------------------------------------------------------------------
 

@@ -78,6 +78,8 @@ class Logbook:
         """The values of an evaluation that are computed, but not yet published."""
         self.sanity_names: set[str] | None = None
         """The names that validation logged in the sanity check; ``None``: there was no sanity check."""
+        self.sanity: EvaluationValues | None = None
+        """The values of the sanity check, which are not published, until its end."""
         self.published_step = -1
         """The step whose values were published last, or at which the training began; -1: the training has not begun."""
         self.step_window = -1

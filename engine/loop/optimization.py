@@ -25,6 +25,8 @@ class Optimization(ABC):
     """Whether an optimizer step is in progress, so that the state is not consistent and cannot be saved."""
     windows_without_loss = 0
     """The number of windows of this training in which ``training_step`` returned no loss."""
+    samples_left_out = 0
+    """The number of samples in the micro-batches for which ``training_step`` returned no loss; 0: these were ``None`` or empty."""
     optimizers: list[Any]
     """The optimizers as hooks and the module get them: torch's, or each in a :class:`engine.step.wrappers.PreparedOptimizer`. A strategy that owns
     the step may have replaced ``zero_grad`` on them, as ``DrivenModel.begin`` in :mod:`engine.strategies.deepspeed` does."""

@@ -55,6 +55,7 @@ class PlacedModule:
             TypeError: it requires arguments that a run does not pass.
         """
         module = self.module
+        self.call = module.training_step
         self.training_step = step_accepting(module, "training_step", module.training_step, training=True)
 
     def for_training(self) -> None:

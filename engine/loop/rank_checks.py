@@ -5,26 +5,54 @@ from __future__ import annotations
 import platform
 import zlib
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.callback import Callback
 from engine.data.feed import MicroBatch
 from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import gather, gather_json
+from engine.distributed.comparison import check_alike, check_equal, comparable, fingerprint, plain_text
 from engine.distributed.group import Group
 from engine.loop.run import Run
 from engine.strategies.base import Strategy
-from engine.utils.checksums import checksum
+from engine.strategies.rank_differences import RankDifferences
 from engine.utils.errors import CheckError
 from engine.utils.parameters import is_sharded
 from engine.utils.tree import leaves
 
-_PLAIN = (bool, int, float, str, type(None))
-MAX_LISTED = 10
-"""The maximum number of differences that an error lists."""
+_OWN_SETTINGS = ("accelerator", "devices", "root_dir", "callbacks", "seed")
+"""Settings that need not be the same on all ranks. Seeds are compared with the order of the data."""
+
+
+def compare_settings(run: Run) -> None:
+    """Compare, by one small collective, the run's settings and those callbacks that work on all ranks together.
+
+    Loggers, progress bars and callbacks of the user's own may be on some ranks only, and so may folders and devices differ.
+
+    Raises:
+        CheckError: ranks differ; raised on all ranks, with the differences.
+    """
+    settings = {field.name: plain_text(getattr(run.settings, field.name)) for field in fields(run.settings)}
+    facts = {name: value for name, value in settings.items() if name not in _OWN_SETTINGS}
+    shared = [type(callback).__name__ for callback in run.callbacks if _needs_all_ranks(callback)]
+    check_alike(
+        run.engine.group,
+        "settings",
+        facts | {"callbacks that all ranks need": ", ".join(shared) or "none"},
+        "Give all ranks the same: look for code that depends on the rank, and for fit.yaml and FIT_* variables that differ between the machines "
+        "(`fit env` shows where a value comes from)",
+    )
+
+
+def _needs_all_ranks(callback: Callback) -> bool:
+    """Whether a callback saves checkpoints, ends trainings or has weights of its own, which all ranks do together."""
+    keeps_weights = type(callback).other_weights is not Callback.other_weights
+    return callback.runs_last or callback.is_early_stopping or keeps_weights
 
 
 def compare_models(run: Run) -> None:
@@ -37,6 +65,18 @@ def compare_models(run: Run) -> None:
     versions = {"python": platform.python_version(), "torch": torch.__version__, "engine and callbacks": _sources()}
     check_equal(group, "versions", versions)
     check_equal(group, "models", {name: _parameter_form(strategy, p) for name, p in run.module.named_parameters()})
+
+
+def watch_differences(run: Run) -> None:
+    """Compare, from here on, with each agreement of the ranks and each save what must be the same on all of them; the first agreement comes before
+    the first step.
+
+    Under a pipeline, where ranks have different parameters and groups, nothing is compared.
+    """
+    engine = run.engine
+    if engine.group.world_size > 1 and not engine.strategy.pipelined:
+        differences = RankDifferences(engine.group, engine.strategy, [run.module], run.optimizer_set.optimizers)
+        run.control.agreement.compared = engine.checkpoint_writer.compared = differences
 
 
 def compare_ranks(run: Run) -> None:
@@ -96,11 +136,6 @@ def _round_trip(group: Group, index: int, tensor: Tensor) -> None:
         )
 
 
-def fingerprint(value: Tensor) -> str:
-    """The dtype, the shape and a checksum of all bits, as text."""
-    return f"{value.dtype}, {list(value.shape)}, checksum {checksum(value):08x}"
-
-
 def _sources() -> str:
     """A checksum of this library's source files: ranks with different versions may call different collectives."""
     total, root = 0, Path(__file__).parents[2]
@@ -129,42 +164,3 @@ def _loader_facts(loader: PreparedLoader) -> dict[str, Any]:
         "samples": len(data) if hasattr(data, "__len__") else None,
         "batch size": getattr(loader.loader, "batch_size", None),
     }
-
-
-def comparable(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of an optimizer's parameter group that are plain values on the host, and so can be compared over ranks."""
-    values = {name: _on_host(value) for name, value in group.items() if name != "params"}
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, _PLAIN) or (isinstance(value, (list, tuple)) and all(isinstance(v, _PLAIN) for v in value))
-    }
-
-
-def _on_host(value: Any) -> Any:
-    """The number in a tensor of one element on the CPU, which a learning rate may be; other values as they are."""
-    return value.item() if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1 else value
-
-
-def check_equal(group: Group, what: str, facts: dict[str, Any], advice: str = "") -> None:
-    """Raise a ``CheckError`` unless ``facts`` are the same on all ranks of ``group``.
-
-    Args:
-        what: the compared objects, for the message.
-        advice: the end of the message; by default that of ``check=True``.
-    """
-    facts_by_rank = gather_json(group, {name: str(value) for name, value in facts.items()})
-    first = facts_by_rank[0]
-    differences = [
-        f"  {name}: rank 0 has {first.get(name, 'none of that name')}, rank {rank} has {rank_facts.get(name, 'none')}"
-        for rank, rank_facts in enumerate(facts_by_rank)
-        for name in dict.fromkeys([*first, *rank_facts])
-        if rank_facts.get(name) != first.get(name)
-    ]
-    if differences:
-        more = f"\n  and {len(differences) - MAX_LISTED} more" if len(differences) > MAX_LISTED else ""
-        listed = "\n".join(differences[:MAX_LISTED]) + more
-        origin = "" if advice else "check=True: "
-        raise CheckError(
-            f"{origin}the {what} differ between the ranks:\n{listed}\n{advice or 'All ranks must build the same objects.'}"
-        )

@@ -1,9 +1,10 @@
-"""Repeats one step of an earlier training run: chooses the checkpoint to start from, observes the step by a callback, and has its result."""
+"""Repeats one step of an earlier training: chooses where to start, at a checkpoint or at the seed, observes the step by a callback, and has its
+result."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.callback import Callback
-from engine.checkpoint.catalog import find
+from engine.checkpoint.catalog import find_in, folder_at
+from engine.checkpoint.runs import FIRST, run_root_of
 from engine.distributed.collectives import gather_json
 from engine.loop.run import Run
+from engine.module import TrainModule
 from engine.step.gradients import Loss, loss_in, nonzero
 from engine.utils.text import terminal_text
 from engine.utils.tree import full_tensor, leaves
@@ -32,13 +35,14 @@ class ReplayedStep:
     ranks: int
     """The number of processes of the replay."""
     recorded_ranks: int
-    """The number of processes of the original run."""
+    """The number of processes of the original run; that of the replay, if the run has no checkpoint that says it."""
     samples: list[int] | None = None
     """The step's samples in order, as indices in the dataset (for data of ready batches: the batches' indices); ``None``: they are not known."""
     data: str = "a stream"
     """A name of the kind of data, for texts, if its samples are not known."""
     losses: list[list[float]] = field(default_factory=list)
-    """By rank, the loss of each micro-batch; sum / count for an :class:`engine.Loss`."""
+    """By rank, the loss of each micro-batch, in manual optimization of each backward pass in the step's batch; sum / count for an
+    :class:`engine.Loss`."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Values that the step logged, over all ranks."""
     grad_norm: float | None = None
@@ -82,44 +86,107 @@ class ReplayedStep:
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """The checkpoint from which a run's step can be repeated, and the one that describes the run at that step."""
+    """The place from which a run's step can be repeated, and the checkpoint that describes the run at that step."""
 
     checkpoint: str
-    """The newest complete checkpoint before the step."""
+    """The newest complete checkpoint before the step; empty: there is none, so the training starts again, from its seed."""
     described_by: str
     """The first checkpoint at or after the step, else the newest: saved by the processes that ran the step. If they were resumed from
-    :attr:`checkpoint`, their settings and their number may differ from those there."""
+    :attr:`checkpoint`, their settings and their number may differ from those there. A run without checkpoints is described by its folder."""
     manifest: dict[str, Any]
-    """The manifest of :attr:`described_by`."""
+    """The manifest of :attr:`described_by`; empty for a run without checkpoints."""
+    began_with: str = ""
+    """The checkpoint of another run with which the run began."""
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes of the run; 0: not known."""
+        return int(self.manifest.get("world_size", 0))
+
+    def check_seed(self, step: int, seed: int | None) -> None:
+        """Check that a replay of ``step`` with this ``seed`` starts as the run did, as far as that is known.
+
+        Raises:
+            ValueError: the replay would start again from the seed, and the run had none, or another one, or began with a checkpoint.
+        """
+        if self.checkpoint:
+            return
+        problem = f"replay(step={step}): there is no checkpoint from before this step, so the training has to start again, and"
+        if self.began_with:
+            raise ValueError(
+                f"{problem} the run began with {self.began_with}. If it resumed from there, give run={self.began_with!r}; if it took the "
+                "weights alone, load them into the module and give run=None"
+            )
+        values = recorded_values(self.manifest)
+        recorded = values.get("seed")
+        if recorded is not None and recorded != seed:
+            raise ValueError(f"{problem} the run had seed={recorded}, not {seed}: give the settings that the run had")
+        if seed is None or (recorded is None and "seed" in values):
+            unknown = "" if "seed" in values else "give the seed that the run had, "
+            raise ValueError(
+                f"{problem} without a seed its start cannot be repeated: {unknown}train with Fit(seed=), or save more with ModelCheckpoint"
+            )
+
+    def check_module(self, step: int, module: TrainModule) -> None:
+        """Check that ``module`` can have the weights with which a run began, where a replay of ``step`` starts again.
+
+        Raises:
+            ValueError: it was trained already.
+        """
+        if not self.checkpoint and module.global_step:
+            raise ValueError(
+                f"replay(step={step}) starts the training again, and this {type(module).__name__} was trained for {module.global_step} step(s): "
+                "give a new one, with the weights that the run began with"
+            )
 
 
-def starting_point(run: str | Path, step: int) -> StartingPoint:
+def recorded_values(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings and descriptions of objects that a manifest records, as plain values."""
+    config = manifest.get("config")
+    entries = config.items() if isinstance(config, dict) else ()
+    return {str(name): entry["value"] for name, entry in entries if isinstance(entry, dict) and "value" in entry}
+
+
+def starting_point(run: str | Path | None, step: int) -> StartingPoint:
     """Find the checkpoints for a replay of ``step``.
 
     Args:
-        run: a run's folder, its checkpoint folder, or one of its checkpoints; a local path or a URL.
+        run: a run's folder, its checkpoint folder, or one of its checkpoints; a local path or a URL. ``None``: start at the seed.
         step: the number of the step, from 1.
 
     Raises:
         ValueError: ``step`` is not an int of at least 1.
-        FileNotFoundError: the run has no checkpoint from before the step.
+        FileNotFoundError: there is no run, or ``run`` is a checkpoint that is not from before the step.
         DamagedCheckpoint: the run has only incomplete checkpoints.
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         raise ValueError(f"replay(step={step!r}): steps are numbered from 1")
-    storage, names = find(run)
+    if run is None:
+        return StartingPoint("", "", {})
+    folder = folder_at(run)
+    if folder is None:
+        parent, _, name = str(run).rstrip("/").rpartition("/")
+        for run_folder in (str(run), *([parent or "."] if name == FIRST else [])):
+            if record := run_root_of(run_folder).record(0):
+                return StartingPoint("", run_folder, {}, record.began_with)
+    storage, names = find_in(run, folder)
     manifests = storage.manifests()
     steps = {name: saved for name, manifest in manifests.items() if (saved := _saved_step(manifest)) is not None}
     earlier = [name for name, saved in steps.items() if name in names and saved < step]
-    if not earlier:
-        available = ", ".join(str(saved) for name, saved in steps.items() if name in names) or "none"
+    if not earlier and folder is None:
         raise FileNotFoundError(
-            f"{run} has no checkpoint from before step {step} (it has those of steps: {available}): save more of them with ModelCheckpoint"
+            f"{run} is not from before step {step}: give the run's folder, to start at an earlier checkpoint or at the seed"
         )
     later = [name for name, saved in steps.items() if saved >= step]
+    if not later and not earlier:
+        raise FileNotFoundError(
+            f"{run} has only checkpoints that do not say their step: give Fit.replay(run=None), to start at the seed"
+        )
     described_by = min(later, key=steps.__getitem__) if later else max(steps, key=steps.__getitem__)
-    checkpoint = max(earlier, key=steps.__getitem__)
-    return StartingPoint(str(storage.path(checkpoint)), str(storage.path(described_by)), manifests[described_by])
+    checkpoint = str(storage.path(max(earlier, key=steps.__getitem__))) if earlier else ""
+    run_folder = storage.root.rstrip("/").removesuffix("/checkpoints")
+    began_with = "" if earlier else run_root_of(run_folder).record(0).began_with
+    return StartingPoint(checkpoint, str(storage.path(described_by)), manifests[described_by], began_with)
 
 
 def _saved_step(manifest: dict[str, Any]) -> int | None:
@@ -150,10 +217,16 @@ class StepWatch(Callback):
         self._micro_batches = 0
         self._handles: list[Any] = []
         self._outer_anomaly = False
+        self._step_before_batch = self._observed_from = 0
+        self._most_steps: int | None = None
+        """The largest number of steps in a batch so far; ``None``: there was no batch yet. More than one in manual optimization only."""
+        self._reads_gradients = False
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         step, settings = self.step, run.settings
+        run.warned |= {"nan", "nonfinite"}  # the answer names the first such number
         step.ranks = run.world_size
+        step.recorded_ranks = step.recorded_ranks or step.ranks
         if step.ranks == step.recorded_ranks or settings.global_batch_size is not None:
             return
         if step.recorded_ranks % step.ranks:
@@ -164,11 +237,19 @@ class StepWatch(Callback):
         run.loaders.window_factor = step.recorded_ranks // step.ranks
 
     def on_train_batch_start(self, run: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
-        if run.step != self.step.step - 1:
+        self._step_before_batch = run.step
+        if not self._may_have_step(run):
             return
         if not self.seen:
             self._begin(run, module)
         self._check(f"the batch of micro-batch {len(self._losses)}", batch)
+
+    def _may_have_step(self, run: Run) -> bool:
+        """Whether the batch that starts now can have the observed step. A batch in manual optimization may have several steps."""
+        steps_before = self.step.step - 1 - run.step
+        if run.module.automatic_optimization:
+            return steps_before == 0
+        return steps_before == 0 or (steps_before > 0 and (self._most_steps is None or steps_before < self._most_steps))
 
     def on_before_backward(self, run: Run, module: nn.Module, loss: Any) -> None:
         if self._handles:
@@ -178,7 +259,9 @@ class StepWatch(Callback):
             self._losses.append(number)
 
     def _gradients(self, run: Run, module: nn.Module, optimizer: Any) -> None:
-        """Record the norms of gradients; a hook of ``on_before_optimizer_step`` that exists only in the observed step."""
+        """Record the norms of gradients; a hook of ``on_before_optimizer_step`` that is added in the observed step."""
+        if not self._handles:
+            return
         try:
             norms = run.engine.grad_norms(module, optimizer=optimizer)
         except ValueError:  # the strategy does not show gradients
@@ -191,19 +274,43 @@ class StepWatch(Callback):
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._handles:
+            self._count_steps(run)
             return
         self._micro_batches += 1
         if len(self._losses) < self._micro_batches and (loss := loss_in(outputs, type(module).__name__)) is not None:
             # A pipeline does not call on_before_backward.
             self.on_before_backward(run, module, loss)
         run.engine.settle()
-        if run.step != self.step.step - 1:
+        self._count_steps(run)
+        if run.step >= self.step.step:
             self._end(run)
             # Set directly instead of run.stop(): all ranks get here at the same step, so there is nothing to agree on.
             run.control.reason = f"step {self.step.step} was replayed"
+        elif run.step > self._observed_from:
+            self._forget()
+
+    def _count_steps(self, run: Run) -> None:
+        """Note the number of steps in the batch that ends now.
+
+        Raises:
+            ValueError: it had the observed step, and was not observed.
+        """
+        steps, before = run.step - self._step_before_batch, self._step_before_batch
+        if not self.seen and before < self.step.step - 1 and run.step >= self.step.step:
+            raise ValueError(
+                f"replay(step={self.step.step}): this step is not the first of its batch, which has more steps than those before it: "
+                f"replay(step={before + 1}) observes the whole batch"
+            )
+        self._most_steps = max(self._most_steps or 0, steps)
+
+    def _forget(self) -> None:
+        """Discard the observations: the batch had steps, but not yet the one to observe."""
+        self._unwatch()
+        self.seen, self._losses, self._micro_batches, self.step.nonfinite = False, [], 0, None
+        self.step.grad_norms, self.step.grad_norm = {}, None
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
-        if self.seen and step == self.step.step and not self.step.metrics:
+        if self.seen and step >= self.step.step and not self.step.metrics:
             self.step.metrics.update(metrics)
 
     def on_train_end(self, run: Run, module: nn.Module) -> None:
@@ -216,7 +323,7 @@ class StepWatch(Callback):
 
     def _begin(self, run: Run, module: nn.Module) -> None:
         """Start observing: the step begins with this micro-batch."""
-        self.seen = True
+        self.seen, self._observed_from = True, run.step
         step, state = self.step, run.state
         step.epoch = state.epoch
         assert run.train_loader is not None
@@ -225,7 +332,9 @@ class StepWatch(Callback):
         self._handles = [inner.register_forward_hook(self._hook(name)) for name, inner in module.named_modules()]
         self._outer_anomaly = torch.is_anomaly_enabled()
         # Only in the step to observe: reading gradients unscales them separately, which rounds differently than in the original run.
-        run.hooks.add("on_before_optimizer_step", f"[Callback]{self.state_key}", self._gradients)
+        if not self._reads_gradients:
+            run.hooks.add("on_before_optimizer_step", f"[Callback]{self.state_key}", self._gradients)
+            self._reads_gradients = True
         if self.detect_anomaly:
             torch.autograd.set_detect_anomaly(True)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from engine.checkpoint.content import Content
 from engine.checkpoint.manifest import FOLDERS, TRAINED
 from engine.checkpoint.one_file import check_local
 from engine.checkpoint.resume import Resume, opening
-from engine.checkpoint.storage_paths import name_of, split_path
+from engine.checkpoint.retention import CheckpointFolder
+from engine.checkpoint.storage_paths import split_path
 from engine.checkpoint.writer import CheckpointWriter, SaveRequest
 from engine.config.duration import Every
 from engine.config.hyperparameters import as_data, for_loggers
@@ -85,6 +87,8 @@ class Run:
     nonfinite: tuple[str, ...] = ()
     """Names of weights that were not finite at the training's end; see :attr:`engine.Result.nonfinite`."""
     _pending_set_up: PendingSetUp | None = None
+    methods_of_steps: Mapping[str, Any] = MappingProxyType({})
+    """By name, the methods of the module that the training's set-up has handed to the steps."""
     evaluating = False
     """Whether a validation, test or prediction is in progress, also within a training."""
 
@@ -136,7 +140,7 @@ class Run:
             self.control,
         )
         self.warned: set[str] = set()
-        """The warnings that this run has given already: ``"nan"``, ``"endless"``."""
+        """The warnings that this run has given already, or does not give: ``"nan"``, ``"endless"``, ``"nonfinite"``."""
         self.logs_itself = not any(callback.shows_progress for callback in callbacks)
         """Whether the run logs metrics itself, because no callback shows progress."""
         # Last, so that an error above leaves the module without a recorder.
@@ -144,8 +148,9 @@ class Run:
 
     @property
     def loggers(self) -> list[Any]:
-        """The callbacks that are loggers, in the order of the callbacks."""
-        return [callback for callback in self.callbacks if callback.is_logger]
+        """The callbacks that are loggers, in the order of the callbacks, or the objects for which they stand."""
+        loggers = (callback for callback in self.callbacks if callback.is_logger)
+        return [logger if logger.stands_for is None else logger.stands_for for logger in loggers]
 
     @cached_property
     def trainer(self) -> Any:
@@ -422,6 +427,10 @@ class Run:
         """Use these prepared ``optimizers`` and ``schedules``. Without ``automatic`` optimization the module steps the schedulers."""
         self.optimizer_set.fill(optimizers, schedules, automatic)
 
+    def note_methods_of_steps(self) -> None:
+        """Note the methods of the module that the training's set-up has handed to the steps."""
+        self.methods_of_steps = self.hooks.methods_of_steps(self.module)
+
     # -- logging ----------------------------------------------------------------------------------------------------------------
 
     @property
@@ -546,14 +555,12 @@ class Run:
 
     def checkpoints_at(self, root: str | Path | None, max_failures: int = 1) -> None:
         """Save checkpoints in ``root``, a directory or a URL that fsspec supports, instead of the folder ``checkpoints`` of the run. If another run
-        uses ``root``, they go to a numbered folder in it. All ranks call this together, in ``setup``.
+        uses ``root``, they go to a numbered folder in it. All ranks call this together, in ``setup``. Several callbacks may choose several places:
+        the run resumes from the checkpoint that was written last in any of them.
 
         Args:
             root: the ``checkpoints_in`` of the calling callback.
             max_failures: the number of consecutive failures of asynchronous saves that is an error.
-
-        Raises:
-            ValueError: another directory was chosen already.
         """
         self.checkpoints.choose(root, max_failures)
 
@@ -568,7 +575,7 @@ class Run:
 
     def checkpoint_names(self) -> set[str]:
         """The names of the complete checkpoints in the run's checkpoint folder, as rank 0 sees them; all ranks call this together."""
-        return self.checkpoints.names()
+        return self.checkpoints.names(self.checkpoints.folder)
 
     def save_checkpoint(
         self,
@@ -578,6 +585,7 @@ class Run:
         asynchronous: bool = False,
         tolerant: bool = False,
         remove: Sequence[str] = (),
+        folder: CheckpointFolder | None = None,
     ) -> Path | str:
         """Save everything that the run needs to continue; all ranks call this together. If the current position was saved already, save nothing.
 
@@ -590,6 +598,7 @@ class Run:
             asynchronous: return as soon as the training may continue; see :meth:`wait_for_checkpoint`.
             tolerant: only log a failed write, unless it is the last of ``max_failures`` in a row (:meth:`checkpoints_at`).
             remove: names of checkpoints to delete when this one is complete.
+            folder: one of the run's checkpoint folders, by default the main one.
 
         Returns:
             The path of the checkpoint.
@@ -600,22 +609,23 @@ class Run:
         """
         with checkpoint_phase(self.phases, self.times):
             checkpoints, state = self.checkpoints, self.state
+            folder = folder or checkpoints.folder
             checkpoints.run_folder.announce()
             if checkpoints.training_began:
                 self.finish_checkpoints()  # on_checkpoint_saved must come before this save may remove that checkpoint
             self.engine.settle()
             if not state.in_window and self.logbook.published_step >= 0 and not (self.over or self.exception):
                 self.publish_due()  # a run that resumes here will not publish this step again
-            if (saved_name := checkpoints.saved_as(state, name)) is not None:
-                checkpoints.folder.remove_later(remove)
-                return checkpoints.path(saved_name)
+            if (saved_name := checkpoints.saved_as(state, name, folder)) is not None:
+                folder.remove_later(remove)
+                return folder.storage.path(saved_name)
             usual_name = f"step={state.step:08d}"
             request = SaveRequest(usual_name if name is None else name, score, asynchronous, tolerant, remove)
             with self.optimizer_set.modes.evaluating():
                 content = self.checkpoint_content(score)
                 # If this run is killed before it removes them, the run that resumes from here does.
-                content.shared["postponed"] += remove
-                path = checkpoints.save(request, content, state)
+                content.shared["postponed"] = [*folder.to_remove, *remove]
+                path = checkpoints.save(request, content, state, folder)
             if asynchronous:
                 self.engine.before_step(self.saver.before_step)
             self.pulse += 1
@@ -664,9 +674,9 @@ class Run:
             RuntimeError: too many consecutive writes failed.
         """
         with checkpoint_phase(self.phases, self.times):
-            lost = self.checkpoints.wait()
+            self.checkpoints.wait()
             self.pulse += 1
-            return lost
+            return set().union(*(folder.lost for folder in self.checkpoints.folders))
 
     def announce_checkpoints(self) -> None:
         """Call the hooks for checkpoints that the main process has completed or deleted since the last call; all ranks call this together."""
@@ -706,7 +716,9 @@ class Run:
 
     def remove_checkpoint(self, path: Path | str) -> None:
         """Delete the checkpoint at ``path``. Any rank may call this; only the main process deletes."""
-        self.checkpoints.folder.remove([name_of(path)])
+        storage, name = split_path(path)
+        folders = [folder for folder in self.checkpoints.folders if folder.storage.is_same(storage)]
+        (folders or [self.checkpoints.folder])[0].remove([name])
 
     def roll_back(self, path: Path | str) -> None:
         """Restore weights, optimizers and schedulers from the checkpoint at ``path`` during a training; counters, data position and random number

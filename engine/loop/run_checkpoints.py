@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,9 @@ from engine.distributed.agreement import Agreement
 from engine.distributed.collectives import gather_json
 from engine.loop.state import TrainState
 from engine.utils.paths import expanded
+
+UNKNOWN = object()
+"""The root for checkpoints while no callback has said yet where it saves."""
 
 
 class RunCheckpoints:
@@ -41,19 +43,24 @@ class RunCheckpoints:
     """Whether the training has begun. From then on a save first calls the hooks for earlier checkpoints, because it may remove these."""
     saved: tuple[tuple[int, int, int, int], str] | None = None
     """The position (step, epoch, batch, validated step) and the name of the latest saved checkpoint."""
+    saved_in: CheckpointFolder
+    """The folder of the latest saved checkpoint; the main folder before the first one."""
 
     def __init__(self, writer: CheckpointWriter, agreement: Agreement) -> None:
         self._writer, self._group, self._agreement = writer, writer.group, agreement
         self._folder: CheckpointFolder | None = None
-        self._chosen: str | None = None
-        self.scores: dict[str, float | None] = {}
-        """By name, the scores of the checkpoints for which the hooks have not been called yet."""
+        self._further: dict[str, CheckpointFolder] = {}
+        self._main_root: object = UNKNOWN
+        self._chosen = False
+        self._positions: dict[str, tuple[tuple[int, int, int, int], str]] = {}
+        self.scores: dict[tuple[str, str], float | None] = {}
+        """By folder and name, the scores of the checkpoints for which the hooks have not been called yet."""
 
     # -- the checkpoint folder ------------------------------------------------------------------------------------------------------------
 
     @property
     def folder(self) -> CheckpointFolder:
-        """The folder of the run's checkpoints.
+        """The main folder of the run's checkpoints: the one by which the run is resumed, and in which names are looked up.
 
         Raises:
             RuntimeError: the run has none yet.
@@ -62,36 +69,52 @@ class RunCheckpoints:
             raise RuntimeError("the run has no checkpoint folder yet: it has one from setup on")
         return self._folder
 
-    def live_in(self, run_folder: RunFolder) -> None:
-        """Save checkpoints from now on in the checkpoint folder of ``run_folder``."""
-        self.run_folder = run_folder
+    @property
+    def folders(self) -> list[CheckpointFolder]:
+        """The folders of the run's checkpoints, the main one first."""
+        return [self.folder, *self._further.values()]
+
+    def live_in(self, run_folder: RunFolder, root: object) -> None:
+        """Save checkpoints from now on in the checkpoint folder of ``run_folder``, which is under ``root``."""
+        self.run_folder, self._main_root = run_folder, root
         self.keep_in(run_folder.checkpoints)
 
     def keep_in(self, location: Path | str) -> None:
         """Save checkpoints from now on in ``location``, a folder or a URL."""
-        agreement = self._agreement if self.have_listeners else None
-        self._folder = CheckpointFolder(self._group, storage_of(location), agreement)
+        self._folder = self.saved_in = self._new_folder(location)
+
+    def _new_folder(self, location: Path | str) -> CheckpointFolder:
+        return CheckpointFolder(self._group, storage_of(location), self._agreement if self.have_listeners else None)
 
     def choose(self, root: str | Path | None, max_failures: int) -> None:
         """Implements :meth:`engine.Run.checkpoints_at`."""
-        location = self.run_folder.choose_root(root)
-        if self._chosen is not None and str(location) != self._chosen:
-            raise ValueError(
-                f"callbacks ask to save checkpoints in {self._chosen} and in {location}: give one dirpath to all ModelCheckpoints of a run"
+        if self._main_root is UNKNOWN:  # no callback says beforehand where it saves
+            self._main_root = root
+        if root == self._main_root:
+            location = self.run_folder.choose_root(root)
+            if str(location) != self.folder.storage.root and not self._chosen:
+                self.keep_in(location)
+            self._chosen = True
+        elif str(root) not in self._further:
+            folder = self._new_folder(self.run_folder.further_root(root))
+            self._further[str(root)] = next(
+                (present for present in self.folders if present.storage.is_same(folder.storage)), folder
             )
-        if str(location) != self.folder.storage.root:
-            self.keep_in(location)
-        self._chosen, self.folder.max_failures = str(location), max_failures
+        self.folder_at(root).max_failures = max_failures
+
+    def folder_at(self, root: str | Path | None) -> CheckpointFolder:
+        """The folder that was chosen for ``root``."""
+        return self.folder if root == self._main_root else self._further[str(root)]
 
     def path(self, name: str) -> Path | str:
         """The path of the checkpoint called ``name``."""
         return self.folder.storage.path(name)
 
-    def names(self) -> set[str]:
-        """The names of the complete checkpoints, as rank 0 sees them; all ranks call this together."""
-        names: list[str] = gather_json(
-            self._group, list(self.folder.storage.manifests()) if self._group.is_main else None
-        )[0]
+    def names(self, folder: CheckpointFolder) -> set[str]:
+        """The names of the complete checkpoints in ``folder``, as rank 0 sees them; all ranks call this together."""
+        names: list[str] = gather_json(self._group, list(folder.storage.manifests()) if self._group.is_main else None)[
+            0
+        ]
         return set(names)
 
     @property
@@ -116,25 +139,24 @@ class RunCheckpoints:
 
     # -- saving ---------------------------------------------------------------------------------------------------------------------------
 
-    def saved_as(self, state: TrainState, name: str | None) -> str | None:
-        """The name of the checkpoint that already has this position; ``None``: there is none, it was lost, or another ``name`` is asked for."""
-        if self.saved is None:
+    def saved_as(self, state: TrainState, name: str | None, folder: CheckpointFolder) -> str | None:
+        """The name of the checkpoint in ``folder`` that already has this position; ``None``: there is none, it was lost, or another ``name`` is asked
+        for."""
+        if folder.storage.root not in self._positions:
             return None
-        position, saved_name = self.saved
+        position, saved_name = self._positions[folder.storage.root]
         is_same_position = position == state.resume_point() or (state.in_window and position[0] == state.step)
-        return (
-            saved_name
-            if is_same_position and saved_name not in self.folder.lost and name in (None, saved_name)
-            else None
-        )
+        return saved_name if is_same_position and saved_name not in folder.lost and name in (None, saved_name) else None
 
-    def save(self, request: SaveRequest, content: Content, state: TrainState) -> Path | str:
-        """Write ``content``, collected at the position ``state``; errors: see :meth:`engine.checkpoint.writer.CheckpointWriter.save`."""
-        path = self._writer.save(self.folder, content, request)
+    def save(self, request: SaveRequest, content: Content, state: TrainState, folder: CheckpointFolder) -> Path | str:
+        """Write ``content``, collected at the position ``state``, into ``folder``; errors: see
+        :meth:`engine.checkpoint.writer.CheckpointWriter.save`."""
+        path = self._writer.save(folder, content, request)
         name = name_of(path)
-        self.saved = (state.resume_point(), name)
+        self.saved, self.saved_in = (state.resume_point(), name), folder
+        self._positions[folder.storage.root] = self.saved
         if self.have_listeners:
-            self.scores[name] = None if request.score is None else request.score["value"]
+            self.scores[folder.storage.root, name] = None if request.score is None else request.score["value"]
         return path
 
     def save_at(self, where: Path | str, content: Content, *, one_file: bool) -> Path | str:
@@ -161,19 +183,20 @@ class RunCheckpoints:
         folder = CheckpointFolder(self._group, storage)
         return self._writer.save(folder, content, SaveRequest(name))
 
-    def wait(self) -> set[str]:
-        """Wait for the checkpoint in progress; return the names of the checkpoints that could not be written.
+    def wait(self) -> None:
+        """Wait for the checkpoint in progress.
 
         Raises:
             RuntimeError: too many consecutive writes failed.
         """
-        self._writer.wait(self.folder)
-        return self.folder.lost
+        self._writer.wait(self.saved_in)
+        for folder in self.folders if self._further else ():
+            self._writer.wait(folder)
 
     def close(self, failed: bool) -> None:
         """Wait for the checkpoint in progress (only briefly if the run has ``failed``), and free the writer's buffers."""
         if self._folder is not None:
-            self._writer.close(self._folder, failed)
+            self._writer.close(self.saved_in, failed)
 
     # -- events ---------------------------------------------------------------------------------------------------------------------------
 
@@ -181,7 +204,11 @@ class RunCheckpoints:
         """Yield ``"saved"`` or ``"removed"``, path and score of each checkpoint that the main process has completed or deleted since the last call;
         all ranks call this together."""
         self._agreement.news = False
-        events = deque() if self._folder is None else self._folder.events
-        events_of_rank = [events.popleft() for _ in range(len(events))]
-        for event, name in gather_json(self._group, events_of_rank)[0]:
-            yield event, self.path(name), self.scores.pop(name, None) if event == "saved" else None
+        folders = [] if self._folder is None else self.folders
+        events_of_rank = []
+        for index, folder in enumerate(folders):
+            events = folder.events
+            events_of_rank += [(index, *events.popleft()) for _ in range(len(events))]
+        for index, event, name in gather_json(self._group, events_of_rank)[0]:
+            storage = folders[index].storage
+            yield event, storage.path(name), self.scores.pop((storage.root, name), None) if event == "saved" else None

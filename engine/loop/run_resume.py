@@ -15,6 +15,7 @@ from engine.checkpoint.manifest import FOLDERS, SCORED_WITH, TRAINED, WEIGHTS
 from engine.checkpoint.reader import weights_folder
 from engine.checkpoint.resume import Loaded, Resume, opening, replaced_hyperparameters
 from engine.checkpoint.schedule_settings import ConfiguredSchedule
+from engine.checkpoint.storage_paths import split_path
 from engine.distributed.collectives import all_or_none
 from engine.loop.load_hooks import LoadHooks
 from engine.loop.run import PendingSetUp, Run
@@ -91,6 +92,8 @@ class Resumption:
             self._continue()
             run.checkpoints.last = loaded.path
         run.checkpoints.loaded_from = loaded.path
+        if not run.checkpoints.continue_in_place:
+            run.checkpoints.run_folder.note_beginning(str(loaded.path))
 
     def _continue(self) -> None:
         """Restore the whole state of the run, with the hooks at their place in the order. The data is located in
@@ -236,7 +239,7 @@ def reload_best(run: Run) -> None:
         return
     run.wait_for_checkpoint()
     folders = weights_and_state(run, None)
-    with opening(run.engine.group, run.checkpoints.folder.storage, str(best), folders) as loaded:
+    with opening(run.engine.group, split_path(best)[0], str(best), folders) as loaded:
         names = dict.fromkeys(loaded.source.others.names)
         weights = loaded.manifest.get(SCORED_WITH) or run.snapshot.scored_with(names, None)
         loaded_weights = LoadedWeights(run, loaded, weights)

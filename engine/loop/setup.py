@@ -19,6 +19,8 @@ from engine.engine import Engine
 from engine.loop.callback_states import check_keys
 from engine.loop.closure_step import STEP_METHODS, ClosureOptimization, check_closures
 from engine.loop.first_checks import check_parameters, report_misspelled
+from engine.loop.hook_random import share_random_numbers
+from engine.loop.late_methods import take_late_methods
 from engine.loop.loaders import RunData
 from engine.loop.method_arguments import accepting
 from engine.loop.model_building import build_model
@@ -102,6 +104,7 @@ def call_setup_hooks(run: Run, building: AbstractContextManager[Any] | None = No
     if not module.built:
         with nullcontext() if building is None else building, run.engine.strategy.building():
             build_model(module)
+    take_late_methods(run)
     if stage == "fit":
         _separate_random_numbers(run)
 
@@ -160,6 +163,7 @@ def set_up_training(run: Run) -> None:
         prepare_loaders(run)
     run.placed.for_training()
     set_up_optimizers(run)
+    share_random_numbers(run)
     if loaders_come_last:
         module.on_fit_start()
         run.hooks.leave_out("on_fit_start")
@@ -234,7 +238,7 @@ def set_up_optimizers(run: Run) -> None:
         for message in (unknown := UnknownKeys(configuration)).messages:
             _warn(run, message)
         configuration = unknown.others
-    raw_optimizers, schedules = configured(configuration)
+    raw_optimizers, schedules = configured(configuration, module.automatic_optimization)
     if overridden:
         check_parameters(module, raw_optimizers)
     engine.prepared.saves = any(callback.is_checkpoint for callback in run.callbacks)
@@ -249,6 +253,7 @@ def set_up_optimizers(run: Run) -> None:
             schedule.check()
     run.optimization = choose_optimization(run, raw_optimizers)
     run.optimizer_set.fill(run.optimization.optimizers, schedules, module.automatic_optimization)
+    run.note_methods_of_steps()
 
 
 def choose_optimization(run: Run, optimizers: list[Optimizer]) -> Optimization:

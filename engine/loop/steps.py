@@ -68,6 +68,8 @@ class AutomaticOptimization(Optimization):
         if type(loss) is not Tensor and not isinstance(loss, (Tensor, Loss)):
             loss = loss_in(outputs, type(run.module).__name__)
             if loss is None:
+                recorder = run.logbook.recorder
+                self.samples_left_out += 0 if recorder.batch is None else recorder.samples()
                 run.engine.backward_nothing()
                 return
         for hook in run.hooks.on_before_backward:
@@ -113,13 +115,18 @@ class AutomaticOptimization(Optimization):
         self.windows_without_loss += 1
         if run.state.step != run.first_step:
             return
-        warn_once(
-            f"{type(run.module).__name__}.training_step returned None for every batch so far: nothing is trained. "
-            "Return the loss, unless you want to skip these batches"
-        )
+        if self.samples_left_out:
+            warn_once(
+                f"{type(run.module).__name__}.training_step returned None for every batch so far: nothing is trained. "
+                "Return the loss, unless you want to skip these batches"
+            )
+        else:
+            warn_once(
+                "every batch so far is None or without samples, so nothing is trained: does the loader leave out all?"
+            )
         only_steps_end_it = run.max_steps is not None and run.max_epochs is None and run.settings.max_time is None
         if only_steps_end_it and self.windows_without_loss >= max(MOST_WITHOUT_LOSS, run.max_steps or 0):
-            raise ValueError(without_loss(run.module, self.windows_without_loss))
+            raise ValueError(without_loss(run.module, self))
 
     def cut(self) -> None:
         self.run.engine.discard_window()

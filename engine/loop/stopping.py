@@ -62,6 +62,8 @@ class StopControl:
         """Whether ``min_steps`` is not reached yet; the same on all ranks."""
         self.waiting: list[str] = []
         """The reasons of this rank's requests to stop that wait until ``min_epochs`` and ``min_steps`` are reached."""
+        self.passed_before = False
+        """Whether the training before a resume had reached a limit of this run already, so that nothing is trained."""
         self._is_early = False
         self._setup_watch: SetupWatch | None = None
 
@@ -153,6 +155,7 @@ class StopControl:
         elif max_time is not None and self.elapsed_s >= max_time.value and self.may_stop:
             self.reason = f"max_time={max_time} {reached}"
             self._is_early = True
+        self.passed_before = before and bool(self.reason) and epoch_batches != 0
         return bool(self.reason)
 
     def end_set_up(self) -> None:

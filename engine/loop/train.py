@@ -10,7 +10,8 @@ from engine.data.feed import MicroBatch
 from engine.distributed.watchdog import collective_limit
 from engine.loop.evaluate import validate
 from engine.loop.first_checks import check_monitors, report_endless, report_nan
-from engine.loop.last_checks import check_trained, report_nonfinite
+from engine.loop.last_checks import check_trained, report_limit_passed, report_nonfinite
+from engine.loop.late_methods import take_late_methods
 from engine.loop.rank_checks import with_first_batch_compared
 from engine.loop.run import Run
 from engine.loop.timing import EpochClock
@@ -29,6 +30,7 @@ def train(run: Run) -> None:
             at the end of a step, when due: log, validate, stop
         validate when due, or when the training stops early; on_train_epoch_end; log; epoch schedulers
     """
+    take_late_methods(run)
     state, control, loaders = run.state, run.control, run.loaders
     loaders.locate(state)
     run.begin()
@@ -53,6 +55,8 @@ def train(run: Run) -> None:
             break
         if not control.limit_reached(loaders.train_batches):
             state.next_epoch()
+    if control.passed_before and run.is_main_process:
+        report_limit_passed(run)
     run.publish_last()
     check_trained(run)
     report_nonfinite(run)
@@ -183,8 +187,9 @@ def find_next_due_step(run: Run) -> None:
 def begin_epoch(run: Run) -> Iterator[MicroBatch]:
     """Set the window and the loader to the position in the epoch, call ``on_train_epoch_start`` and return the iterator over micro-batches."""
     state, loaders = run.state, run.loaders
-    loaders.locate(state)
+    loaders.reload_for("train", state.epoch)
     loader = loaders.training()
+    loaders.locate(state)
     loader.resume(state.epoch, state.position, loaders.take_stream())
     find_next_due_step(run)
     run.logbook.begin_epoch()

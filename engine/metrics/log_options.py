@@ -16,6 +16,10 @@ _FUNCTIONS = {"mean": "mean", "sum": "sum", "min": "min", "amin": "min", "max": 
 """The reductions by the names of torch's functions. Names rather than functions, because ``fit migrate`` reads options without importing torch."""
 
 
+_BUILTINS = {"sum": sum, "min": min, "max": max}
+"""Python's functions by the names of the reductions."""
+
+
 class Options(NamedTuple):
     """The options of a logged name. Checkpoints store the values in this order; older checkpoints have only the first four."""
 
@@ -94,26 +98,33 @@ def _reduction(name: str, arguments: LogArguments) -> str:
         raise ValueError(
             f"log({name!r}, {keyword}={requested!r}) is unknown{nearest(requested, REDUCTIONS)}; possible: {', '.join(REDUCTIONS)}"
         )
+    for reduction, builtin in _BUILTINS.items():
+        if requested is builtin:
+            return reduction
     for function, reduction in _FUNCTIONS.items():
         if requested is not None and requested is getattr(sys.modules.get("torch"), function, None):
             return reduction
     raise ValueError(
         f"log({name!r}, {keyword}={requested!r}) is not possible: values are reduced over micro-batches and ranks by one of "
-        f"{', '.join(REDUCTIONS)} (or torch's functions of these names); for another one log a torchmetrics object, or collect the values "
+        f"{', '.join(REDUCTIONS)} (or Python's or torch's functions of that name); for another one log a torchmetrics object, or collect the values "
         "yourself and log the result at the epoch's end"
     )
 
 
-def no_steps(name: str, on_epoch: bool) -> None:
-    """Refuse ``on_step=True`` outside of steps; with ``on_epoch``, which still reports a value, warn instead.
+def without_steps(name: str, options: Options, evaluates: bool) -> Options:
+    """Warn that ``on_step=True`` has no effect outside of steps, and return the options with which the epoch's value is reported.
+
+    Args:
+        evaluates: whether an evaluation logs the value. It reports the epoch's value also without ``on_epoch``.
 
     Raises:
-        ValueError: ``on_epoch`` is false.
+        ValueError: a training asks for no epoch's value either.
     """
     what = f"log({name!r}, on_step=True) in an evaluation or at an epoch's start or end, where values belong to no step"
-    if not on_epoch:
+    if not options.on_epoch and not evaluates:
         raise ValueError(f"{what}: leave on_step out")
     warn_once(f"{what}: only the epoch's value is reported")
+    return options if options.on_epoch else options._replace(on_step=False, on_epoch=True)
 
 
 def check_metric(name: str, arguments: LogArguments, metric: Any, module: nn.Module | None, world_size: int) -> None:

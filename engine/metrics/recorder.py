@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from engine.distributed.collectives import gather_json, gather_row
 from engine.distributed.group import Group
-from engine.metrics.log_options import LogArguments, Options, check_metric, no_steps, options_of
+from engine.metrics.log_options import LogArguments, Options, check_metric, options_of, without_steps
 from engine.metrics.reductions import FOLD, Column, Slot, Weighted, as_floats, combined, reduced, total_of, unzipped
 from engine.metrics.torchmetrics_states import Entry, add, entry
 from engine.metrics.torchmetrics_values import Logged, Offer, Watch, agree, check, gather_states, leader, limit
 from engine.utils.log import warn_once
 from engine.utils.loss import Loss, mean_of
-from engine.utils.sample_count import counted, guess_text
+from engine.utils.sample_count import SingleTensors, counted, guess_text
 from engine.utils.tree import full_tensor
 
 _OF_HOOKS = "\0"
@@ -70,6 +70,7 @@ class Recorder:
         """Why :attr:`size` is a guess; empty: it is none."""
         self.batch: Any = None
         """The current micro-batch; ``None`` between micro-batches."""
+        self._single_tensors = SingleTensors()
 
     @property
     def all_slots(self) -> list[Slot]:
@@ -166,6 +167,8 @@ class Recorder:
         """The number of samples in the current micro-batch."""
         if self.size < 0:
             self.size, self.guess = counted(self.batch)
+            if type(self.batch) is Tensor:
+                self.guess = self.guess or self._single_tensors.doubt(self.batch)
         return self.size
 
     def _slot(self, name: str, arguments: tuple[Any, ...], value: Any) -> Slot:
@@ -176,9 +179,9 @@ class Recorder:
         if slot is None or slot.arguments != arguments:
             log_arguments = LogArguments(*arguments)
             options = options_of(name, log_arguments, self.on_step, self.on_epoch, self.group.world_size)
+            if log_arguments.on_step and not self.on_step:
+                options = without_steps(name, options, evaluates=self.slots is self._of_steps)
             if slot is None:
-                if log_arguments.on_step and not self.on_step:
-                    no_steps(name, options.on_epoch)
                 self._reserve_name(name, options)
                 slot = self._new_slot(name, options)
             elif slot.options != options:

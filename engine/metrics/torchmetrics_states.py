@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,10 +18,32 @@ Entry = tuple[Mapping[str, Any], int]
 """A metric's states by name, and the number of updates that they include."""
 
 
+_OLDEST = (1, 4)
+"""The oldest release of torchmetrics whose metrics have the states and counters that are read here."""
+
+
 def is_metric(value: Any) -> bool:
-    """Whether ``value`` is a torchmetrics ``Metric``."""
+    """Whether ``value`` is a torchmetrics ``Metric``.
+
+    Raises:
+        RuntimeError: it is one of a torchmetrics that is too old.
+    """
     torchmetrics = sys.modules.get("torchmetrics")  # before torchmetrics is imported, no object can be a metric
-    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+    if torchmetrics is None or not isinstance(value, torchmetrics.Metric):
+        return False
+    _check_release(torchmetrics.__version__)
+    return True
+
+
+@cache
+def _check_release(version: str) -> None:
+    release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if release < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise RuntimeError(
+            f"torchmetrics {version} is installed, and its metrics need at least {oldest} here; another package of this environment may pin it "
+            f"(pip show torchmetrics lists under 'Required-by'): pip install 'torchmetrics>={oldest},<2'"
+        )
 
 
 def entry(metric: Any) -> Entry:

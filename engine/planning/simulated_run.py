@@ -32,6 +32,7 @@ from engine.distributed.group import DeviceKind
 from engine.loop.lifecycle import frame, torch_flags
 from engine.loop.loaders import RunData
 from engine.loop.run import Run
+from engine.loop.run_checkpoints import UNKNOWN
 from engine.loop.setup import call_setup_hooks, new_run
 from engine.module import TrainModule
 from engine.planning import imported_deepspeed, torch_private
@@ -101,7 +102,7 @@ def simulated_run(job: SimulatedJob, rank: int, facts: JobFacts) -> Iterator[Sim
         run = new_run(replace(job.resolved, settings=settings), module, "fit", group, data, callbacks)
         if refusal := strategy_facts(run.engine.strategy).refusal:
             raise ValueError(refusal)
-        run.checkpoints.live_in(folder)
+        run.checkpoints.live_in(folder, UNKNOWN)
         run.control.agreement = NoStops(group, run.control.stopwatch)
         stack.enter_context(imported_deepspeed.accepting_plans(group))
         stack.enter_context(torch_flags(settings))

@@ -36,12 +36,16 @@ def makes_step(window: Window, loss_group: Group) -> bool:
     return weights.fed or (loss_group.world_size > 1 and any(state.kind == SCALAR for state in weights.states))
 
 
-def zero_with_graph(parameters: Iterable[Tensor]) -> Tensor:
-    """A zero that depends on each of these parameters, so that its backward pass takes part in the other ranks' gradient reduction."""
+def warn_of_zero() -> None:
+    """Warn that samples count with a zero gradient. An empty micro-batch, such as ``None`` of a collate function, has none."""
     warn_once(
         "training_step returned None with several ranks: the micro-batch counts with a zero gradient. "
         "To leave samples out exactly, return Loss(sum, count) with the remaining count."
     )
+
+
+def zero_with_graph(parameters: Iterable[Tensor]) -> Tensor:
+    """A zero that depends on each of these parameters, so that its backward pass takes part in the other ranks' gradient reduction."""
     total = sum((p.flatten()[0] * 0.0).real for p in parameters)
     assert isinstance(total, Tensor)
     return total

@@ -8,10 +8,13 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from engine.distributed.collectives import gather_json
 from engine.step.gradient_sync import GradientSync, StepStream
 from engine.step.optimizers import is_of_torch
+from engine.step.own_generators import own_generators, set_state, state_of
 from engine.utils import seed
 
 
@@ -22,6 +25,9 @@ class OptimizerRandom:
     same wherever the same values are: otherwise the copies drift apart. Such a step runs on numbers that follow from the seed, the stream's number
     and the number of the step; afterwards the rank's own numbers continue as if the step had drawn none. A closure that the step calls draws from the
     rank's own numbers.
+
+    A generator that the optimizer has itself (``self.generator``) stays as it is: before the first step its state must be the same on all ranks with
+    the same values, and each rank saves it.
 
     torch's own optimizers draw nothing and are left alone, and so are all optimizers in a single process, whose own numbers are in its checkpoints.
     Elsewhere ``step`` of the optimizer object is replaced, which costs 0.15 ms a step (measured on a busy machine; most of it is numpy's state).
@@ -34,9 +40,12 @@ class OptimizerRandom:
     def __init__(self, gradient_sync: GradientSync, base: int) -> None:
         self._gradient_sync, self._base = gradient_sync, base
         self._steps: list[SharedStep] = []
+        self._optimizers: list[Optimizer] = []
 
     def add(self, optimizer: Optimizer) -> None:
         """Give the optimizer a shared stream where it may need one."""
+        if not any(optimizer is other for other in self._optimizers):
+            self._optimizers.append(optimizer)
         if self._gradient_sync.group.world_size > 1 and may_draw(optimizer) and self._step_of(optimizer) is None:
             self._steps.append(SharedStep(optimizer, self))
 
@@ -61,6 +70,46 @@ class OptimizerRandom:
         for step in self._steps:
             step.undo()
         self._steps.clear()
+        self._optimizers.clear()
+
+    def generator_states(self) -> dict[str, Tensor | str]:
+        """The states of the optimizers' own generators on this rank, by name."""
+        return {name: state_of(generator) for name, generator in self._own_generators().items()}
+
+    def restore_generators(self, states: Mapping[str, Tensor | str]) -> None:
+        """Restore what :meth:`generator_states` returned. Generators without a saved state are not changed."""
+        for name, generator in self._own_generators().items():
+            if name in states:
+                set_state(generator, states[name])
+
+    def _own_generators(self) -> dict[str, Any]:
+        return {
+            f"{index}.{name}": generator
+            for index, optimizer in enumerate(self._optimizers)
+            for name, generator in own_generators(optimizer).items()
+        }
+
+    def check_generators(self, optimizer: Optimizer, stream: StepStream) -> None:
+        """Compare the optimizer's own generators over the ranks that hold the same values. All ranks call this together.
+
+        Raises:
+            ValueError: a state differs; raised on all ranks.
+        """
+        states = {name: state_of(generator) for name, generator in own_generators(optimizer).items()}
+        texts = {name: str(state.tolist()) if isinstance(state, Tensor) else state for name, state in states.items()}
+        sums = {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in texts.items()}
+        rows = gather_json(self._gradient_sync.group, [stream.number, sums])
+        firsts: dict[int, int] = {}
+        for rank, (number, of_rank) in enumerate(rows):
+            first = firsts.setdefault(number, rank)
+            differing = [name for name in of_rank if of_rank[name] != rows[first][1].get(name)]
+            if differing:
+                raise ValueError(
+                    f"{type(optimizer).__name__}.{differing[0]} is a random generator whose state on rank {rank} is not that on rank {first}, and "
+                    "both hold the same parameters: their steps would draw different numbers, and the copies would drift apart. Seed it alike on all "
+                    "ranks, for example with manual_seed(0), and not with the process's id, its rank or the time; or draw from torch's own "
+                    "generator, which draws alike here"
+                )
 
     def state_dict(self) -> dict[str, Any] | None:
         """The seed and the optimizers' numbers of steps, which all ranks share; ``None`` if no step is replaced."""
@@ -110,8 +159,10 @@ class SharedStep:
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Step, on the shared numbers if other ranks hold the same values."""
-        if not self._stepped:
+        is_first, had_generators = not self._stepped, False
+        if is_first:
             self._stream = self._random.stream_of(self.optimizer)
+            had_generators = self._check_generators()
         try:
             result = self._original(*args, **kwargs) if self._stream is None else self._draw(self._stream, args, kwargs)
         except Exception as error:
@@ -119,8 +170,17 @@ class SharedStep:
                 raise ValueError(text) from error
             raise
         self._stepped = True
+        if is_first and not had_generators:
+            self._check_generators()  # the step may have made one
         self.count += 1
         return result
+
+    def _check_generators(self) -> bool:
+        """Compare the optimizer's own generators over the ranks. Return whether it has any."""
+        if self._stream is None or not own_generators(self.optimizer):
+            return False
+        self._random.check_generators(self.optimizer, self._stream)
+        return True
 
     def _draw(self, stream: StepStream, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Step on the shared numbers.

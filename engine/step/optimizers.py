@@ -91,11 +91,14 @@ def counters(optimizer: Any) -> set[str]:
     return set(optimizer.defaults) - set(inspect.signature(type(optimizer)).parameters)
 
 
-def configured(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
+def configured(result: Any, automatic: bool = True) -> tuple[list[Optimizer], list[Schedule]]:
     """The optimizers and schedules in a result of ``configure_optimizers``, which may have any of Lightning's forms.
 
+    ``automatic``: whether the run steps the schedulers, and not the module.
+
     Raises:
-        TypeError, ValueError: the result has another form, or an optimizer has no parameters to train.
+        TypeError, ValueError: the result has another form, an optimizer has no parameters to train, or a scheduler belongs to an optimizer that is
+            not returned.
     """
     optimizers, schedules = _parse(result)
     if len({id(o) for o in optimizers}) < len(optimizers):
@@ -105,7 +108,25 @@ def configured(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
             raise ValueError(
                 f"{type(optimizer).__name__} has no parameters to train: it was given none, or only frozen ones (requires_grad=False)"
             )
+    for schedule in schedules:
+        _check_owner(schedule.scheduler, optimizers)
+        if automatic:
+            schedule.check_monitor()
     return optimizers, schedules
+
+
+def _check_owner(scheduler: Any, optimizers: list[Optimizer]) -> None:
+    """Check that a scheduler, with those in it, changes the rates of a returned optimizer. A wrapper shares the groups of the optimizer in it."""
+    for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        owner = getattr(part, "optimizer", None)
+        if not isinstance(owner, Optimizer):
+            continue
+        groups = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
+        if not any(id(group) in groups for group in owner.param_groups):
+            raise ValueError(
+                f"configure_optimizers: {type(part).__name__} was made for a {type(owner).__name__} that is not returned, so it would change no "
+                "learning rate of the training: make it for an optimizer that is returned, or return that optimizer too"
+            )
 
 
 _KEYS = ("optimizer", "lr_scheduler", "monitor")
@@ -113,7 +134,7 @@ _SCHEDULE_KEYS = tuple(field.name for field in fields(Schedule) if field.init)
 
 
 def _unknown(entry: Mapping[str, Any], possible: Sequence[str], where: str) -> list[str]:
-    """What an error, or a warning, says about each key of a dict that no key of these is."""
+    """One message for each key of ``entry`` that is not one of the possible keys."""
     return [
         f"configure_optimizers: unknown key {key!r}{where}{nearest(key, possible)}; possible: {', '.join(possible)}"
         for key in entry
@@ -130,9 +151,12 @@ class UnknownKeys:
 
     def _without(self, value: Any, possible: Sequence[str], where: str) -> Any:
         if isinstance(value, (list, tuple)):
-            first, rest = (possible, where), (_SCHEDULE_KEYS, " in lr_scheduler")
+            optimizer_keys, schedule_keys = (possible, where), (_SCHEDULE_KEYS, " in lr_scheduler")
             in_two = len(value) == 2 and isinstance(value[0], (list, tuple))
-            return [self._without(part, *(rest if in_two and index else first)) for index, part in enumerate(value)]
+            return [
+                self._without(part, *(schedule_keys if in_two and index else optimizer_keys))
+                for index, part in enumerate(value)
+            ]
         if not isinstance(value, Mapping):
             return value
         self.messages += [f"{message}; it is left out" for message in _unknown(value, possible, where)]

@@ -50,6 +50,13 @@ class Schedule:
             "epoch"
         ]
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
+
+    def check_monitor(self) -> None:
+        """Check that a scheduler that the run steps knows its metric, if it needs one.
+
+        Raises:
+            ValueError: there is no ``monitor``.
+        """
         if self.reduce_on_plateau and self.monitor is None:
             raise ValueError(
                 'ReduceLROnPlateau needs a metric: return {"scheduler": ..., "monitor": "val_loss"} for it'

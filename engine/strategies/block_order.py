@@ -2,13 +2,13 @@
 
 FSDP2 pairs the ranks' collectives by their order alone. A rank that leaves out a block that another rank runs (an expert without tokens, a dropped
 layer, an early exit) would compute with another block's parameters, and add gradients of different parameters. So all ranks gather and reduce the
-blocks in one order: what a rank leaves out it gathers and frees all the same, and reduces zeros for it.
+blocks in one order: what a rank leaves out it gathers and frees all the same, and reduces zeros for it. The ranks find the order in the first
+forward pass of each kind (:mod:`engine.strategies.merged_steps`), and follow it from then on.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,17 +19,18 @@ from torch import Tensor, nn
 from engine.distributed import stacks
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
+from engine.distributed.waiting import told_waiting
+from engine.strategies.merged_steps import MergedSteps
 from engine.strategies.unreached import UnreachedParameters
 from engine.utils import torch_private
-from engine.utils.log import logger
 from engine.utils.torch_private import FSDPBlock, FSDPSteps
 
-PATIENCE_S = 5.0
-"""Seconds after which a rank that runs blocks in a new order warns that other ranks do not."""
 MOST_PASSES = 4
 """Forward passes before a backward pass, and backward passes after it, that are told apart."""
 
 # A step is the number of a block, where it begins, or the complement of the number, where it ends: ~3 ends block 3.
+_FIRST = "is in its first forward pass"
+"""The kind of the ranks' exchange in such a pass."""
 
 
 class Order:
@@ -42,6 +43,8 @@ class Order:
     def __init__(self, parts: Sequence[Sequence[int]], is_backward: bool) -> None:
         self.steps = [step for part in parts for step in part]
         self.is_backward = is_backward
+        self.is_found = is_backward
+        """Whether the ranks have found the order of a forward pass."""
         self.is_settled = not is_backward
         """Whether parts that the backward pass does not reach were removed."""
         self.idle: set[int] = set()
@@ -151,11 +154,28 @@ class Pass:
         return self.order.steps.index(step, at)
 
 
+class FirstPass(Pass):
+    """The first forward pass in an :class:`Order`, in which the ranks find it; each step is exchanged before it is made."""
+
+    def __init__(self, order: Order, blocks: BlockOrder, merged: MergedSteps) -> None:
+        super().__init__(order, blocks)
+        self._merged = merged
+
+    def reach(self, step: int) -> None:
+        while (chosen := self._blocks.agree_on_next(step, self._merged)) != step:
+            self._blocks.run_step(chosen, self)
+
+    def complete(self, until: int | None = None) -> None:
+        while (chosen := self._blocks.agree_on_next(None, self._merged)) is not None:
+            self._blocks.run_step(chosen, self)
+        self.order.steps, self.order.is_found = self._merged.order(), True
+
+
 class BlockOrder(FSDPSteps):
     """Keeps the ranks' collectives for the blocks of ``root`` in one order.
 
-    In a forward pass the first guess is the order of the modules in the model, and in a backward pass the opposite of the forward passes before it.
-    Where all ranks run blocks in another order, they agree on it when it is new, by a small collective for each step; no later pass has one.
+    In the first forward pass of a kind the ranks find the order, by a small collective for each step; no later pass has one. In a backward pass the
+    first guess is the opposite of the forward passes before it. Where all ranks run blocks in an order that is new, they agree on it likewise.
 
     A parameter that this rank has not reached gets a zero gradient, for the ranks that have; one that no rank has reached gets none.
 
@@ -201,7 +221,12 @@ class BlockOrder(FSDPSteps):
             self._orders[key] = Order([earlier or list(_in_model(self._root, self._blocks))], False)
         if has_grad:
             self._passes.append(self._orders[key])
-        self._forward = Pass(self._orders[key], self)
+        order = self._orders[key]
+        self._forward = Pass(order, self) if order.is_found else self._first_pass(order)
+
+    def _first_pass(self, order: Order) -> FirstPass:
+        paths = _paths(self._root, self._blocks)
+        return FirstPass(order, self, MergedSteps(order.steps, paths, self._ranks.world_size))
 
     @torch_private.without_dynamo
     def _end_forward_pass(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -270,13 +295,15 @@ class BlockOrder(FSDPSteps):
         self._begun.discard(number)
         if block.reduces:
             self._unreached.add(block.zero_missing(), block.parameters)
-            if self._unreached.missing and block.reduces_fully and not self._apart and self._reduces_no_more(running):
+            if self._unreached.missing and block.reduces_fully and self._reduces_no_more(running):
                 self._unreached.ask()
         block.end_backward()
 
     def _reduces_no_more(self, running: Pass) -> bool:
-        """Whether the pass reduces no block after the present one."""
-        return not any(step < 0 and self._blocks[~step].is_trained for step in running.left())
+        """Whether the pass reduces nothing after the present block."""
+        return not self._has_trained_apart() and not any(
+            step < 0 and self._blocks[~step].is_trained for step in running.left()
+        )
 
     def run_step(self, step: int, running: Pass) -> None:
         """Make a step that this rank leaves out."""
@@ -305,7 +332,7 @@ class BlockOrder(FSDPSteps):
             running.complete()
             self._check_complete()
             reduces = [block for block in self._blocks if block.reduces_fully]
-            if reduces and self._apart:
+            if reduces and self._has_trained_apart():
                 self._average_apart()
             finish()
         finally:
@@ -329,6 +356,9 @@ class BlockOrder(FSDPSteps):
                 f"the backward pass added to gradients of {self._names(late)} after FSDP had reduced them, because other blocks began in between. "
                 "Blocks must run in one order, and use their parameters in their own forward pass only"
             )
+
+    def _has_trained_apart(self) -> bool:
+        return any(p.requires_grad for p in self._apart)
 
     def _average_apart(self) -> None:
         """Average the gradients of the parameters that FSDP ignores; averaging those that are averaged already does no harm."""
@@ -361,7 +391,10 @@ class BlockOrder(FSDPSteps):
         Raises:
             RuntimeError: a rank is at a place of another kind; raised on all ranks.
         """
-        requests: list[list[Any]] = gather_json(self._ranks, [kind, *content])
+        return self._of_kind(kind, gather_json(self._ranks, [kind, *content]))
+
+    def _of_kind(self, kind: str, requests: list[list[Any]]) -> list[list[Any]]:
+        """The ``requests``, if all are of this kind."""
         if any(request[0] != kind for request in requests):
             raise RuntimeError(self._orders_text(requests))
         return requests
@@ -375,6 +408,25 @@ class BlockOrder(FSDPSteps):
         part = next(part for part in _parts(self._root, blocks) if self._blocks[step].module in set(part.modules()))
         return list(_in_model(part, self._blocks))
 
+    def agree_on_next(self, step: int | None, merged: MergedSteps) -> Any:
+        """Agree on the next step of all ranks in a first forward pass; ``None``: all are at its end.
+
+        Args:
+            step: the step that this rank makes next by itself; ``None``: it is at the end.
+
+        Raises:
+            RuntimeError: there is none that comes next; raised on all ranks.
+        """
+        with stacks.doing(
+            "waiting for the other ranks, which agree on the order of blocks in their first forward pass"
+        ):
+            requests = self._gathered(_FIRST, step)
+        steps = [request[1] for request in requests]
+        chosen = merged.add(steps)
+        if chosen is None and any(step is not None for step in steps):
+            raise RuntimeError(self._orders_text(requests))
+        return chosen
+
     def agree(self, at: int, step: int, added: Sequence[int], running: Pass) -> int:
         """Agree on steps that are new in the order, if all ranks make one of them now. Return their index.
 
@@ -387,18 +439,15 @@ class BlockOrder(FSDPSteps):
             RuntimeError: they do not; raised on all ranks.
         """
         kind = "backward" if running is self._backward else "forward"
-        doing = (
-            f"waiting for the other ranks, because it {'begins' if step >= 0 else 'ends'} the {kind} pass of block "
-            f"{self._names([max(step, ~step)])} at a place where no rank did so before: ranks may leave blocks out, but must run them in one order"
+        name = self._names([max(step, ~step)])
+        requests = self._of_kind(
+            kind,
+            wait_at_new_place(
+                self._ranks,
+                [kind, step, at, list(added)],
+                f"{'begins' if step >= 0 else 'ends'} the {kind} pass of block {name}",
+            ),
         )
-        warning = threading.Timer(PATIENCE_S, logger.warning, [f"rank {self._ranks.rank} is {doing}"])
-        warning.daemon = True
-        warning.start()
-        try:
-            with stacks.doing(doing):
-                requests = self._gathered(kind, step, at, list(added))
-        finally:
-            warning.cancel()
         if any(request[3] != list(added) for request in requests):
             raise RuntimeError(self._orders_text(requests))
         return max(int(request[2]) for request in requests)
@@ -425,6 +474,18 @@ class BlockOrder(FSDPSteps):
         return ", ".join(names[id(self._blocks[number].module)] for number in numbers)
 
 
+def wait_at_new_place(ranks: Group, request: list[Any], place: str) -> list[list[Any]]:
+    """Gather ``request`` of all ranks, because this one is at a place of a pass that is new; warn if the others do not come.
+
+    Args:
+        place: what this rank does there, as in "begins the forward pass of block layers.1".
+    """
+    why = f"because it {place} at a place where no rank did so before: ranks may leave blocks out, but must run them in one order"
+    with told_waiting(ranks, why):
+        requests: list[list[Any]] = gather_json(ranks, request)
+    return requests
+
+
 def _parts(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """The children of the innermost module that contains all blocks; that is ``root``, or inside of wrappers and containers in it."""
     children = list(root.children())
@@ -432,6 +493,20 @@ def _parts(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
         if set(blocks) <= set(child.modules()) - {child}:
             return _parts(child, blocks)
     return children
+
+
+def _paths(root: nn.Module, blocks: Sequence[FSDPBlock]) -> dict[int, list[int]]:
+    """By block, the index of the child of ``root`` that has it, of the child of this one, and so on; a module counts where it is first."""
+    paths: dict[int, list[int]] = {id(root): []}
+
+    def walk(module: nn.Module, path: list[int]) -> None:
+        for index, child in enumerate(module.children()):
+            if id(child) not in paths:
+                paths[id(child)] = [*path, index]
+                walk(child, paths[id(child)])
+
+    walk(root, [])
+    return {number: paths[id(block.module)] for number, block in enumerate(blocks)}
 
 
 def _in_model(root: nn.Module, blocks: Sequence[FSDPBlock]) -> Iterator[int]:

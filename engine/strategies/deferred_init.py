@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import warnings
 from collections.abc import Callable, Container, Iterator
@@ -237,13 +236,6 @@ def record_initial_values(
     """
     with _advice_on_errors("init_weights"), recorded_values.Recording():
         return materialise(module, device, initialise)
-
-
-def return_freed_memory() -> None:
-    """Return the C library's free memory to the system; otherwise it keeps the gaps that full tensors have left between their shards."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def initialiser(model: nn.Module) -> Callable[[nn.Module], None]:

@@ -40,6 +40,7 @@ from engine.strategies.tensor_class_states import SHARDED
 from engine.transforms import blocks, float8
 from engine.utils import accelerator, torch_private
 from engine.utils.log import warn_once
+from engine.utils.loss import LEAVE_OUT
 from engine.utils.parameters import parameters_of
 
 
@@ -165,7 +166,9 @@ class FSDP(Strategy):
                 self.precision.convert(model)
             self._shard(model)
             model._sharded_as = sharding  # type: ignore[assignment]
-        structure: ShardedStructure = vars(model).get("_structure") or ShardedStructure(model, type(self).__name__)
+        structure: ShardedStructure = vars(model).get("_structure") or ShardedStructure(
+            model, type(self).__name__, None if self.parts_differ else self.group
+        )
         structure.check()
         self._watches.append(structure.watch())
         self._structures.append(structure)
@@ -336,7 +339,7 @@ class FSDP(Strategy):
     def backward_nothing(self, models: Sequence[nn.Module], last: bool) -> None:
         raise ValueError(
             f"training_step returned None on rank {self.group.rank} under {type(self).__name__}, whose backward passes all ranks run "
-            "together: return Loss(out.sum() * 0, 0) to leave this micro-batch out"
+            f"together: {LEAVE_OUT}"
         )
 
     def explain(self, error: Exception, doing: str) -> str:

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from engine.distributed.comparison import check_equal
+from engine.distributed.group import Group
+from engine.distributed.waiting import told_waiting
 from engine.transforms.blocks import user_module
 
 _END = (object(),)
@@ -74,12 +77,22 @@ class ShardedStructure:
 
     Full parameters and shards alternate in a sharded model, so names and counts are compared, not objects as in :class:`TrainedParameters`.
 
+    Ranks that freeze or unfreeze parameters must all do so: their reductions would not match. So they compare what has changed, when something has.
+
     Args:
         who: the name of the strategy, for the error.
+        ranks: the ranks that reduce gradients together; ``None``: each has parameters of its own.
     """
 
-    def __init__(self, model: nn.Module, who: str) -> None:
-        self._model, self._called, self._who = user_module(model), model, who
+    _parameters: list[dict[str, nn.Parameter | None]]
+    _trained: list[bool]
+    _trained_names: set[str]
+
+    def __init__(self, model: nn.Module, who: str, ranks: Group | None) -> None:
+        self._model, self._called, self._who, self._ranks = user_module(model), model, who, ranks
+        self._parameters: list[dict[str, nn.Parameter | None]] = []
+        self._trained: list[bool] = []
+        self._trained_names: set[str] = set()
         self._record()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -90,11 +103,19 @@ class ShardedStructure:
         return self._called.register_forward_pre_hook(lambda *_: self.check() if torch.is_grad_enabled() else None)
 
     def check(self) -> None:
-        """Check that no trained parameters were added, without traversing the model.
+        """Check that no trained parameters were added, without traversing the model, and that all ranks train the same ones (60 ns a parameter).
 
         Raises:
             ValueError: trained parameters were added.
+            CheckError: ranks have frozen or unfrozen different parameters; raised on all ranks that have.
         """
+        self._check_members()
+        trained = [p is not None and p.requires_grad for members in self._parameters for p in members.values()]
+        if trained != self._trained:
+            self._compare_trained()
+            self._trained = trained
+
+    def _check_members(self) -> None:
         if (
             all(map(is_, self._expected, chain.from_iterable(self._views)))
             and list(map(len, self._parameters)) == self._counts
@@ -114,13 +135,32 @@ class ShardedStructure:
             )
         self._record()
 
+    def _compare_trained(self) -> None:
+        """Compare over the ranks which parameters are trained now. A rank that has changed none does not take part: this one waits for it then."""
+        if self._ranks is None or self._ranks.world_size == 1:
+            return
+        trained = {name: p[1].requires_grad for name, p in _owned(self._model)}
+        changed = [name for name, flag in trained.items() if flag != (name in self._trained_names)]
+        names = ", ".join(changed[:6]) + (f" and {len(changed) - 6} more" if len(changed) > 6 else "")
+        why = f"because requires_grad of {names} has changed here, and must change on all ranks before the same forward pass"
+        with told_waiting(self._ranks, why):
+            check_equal(
+                self._ranks,
+                "trained parameters",
+                {f"{name}.requires_grad": flag for name, flag in trained.items()},
+                "Freeze and unfreeze parameters on all ranks, at the same step",
+            )
+        self._trained_names = {name for name, flag in trained.items() if flag}
+
     def _record(self) -> None:
         """Record the model as it is now."""
         self._modules = list(self._model.modules())  # kept alive, so that no other object gets one of these ids
         self._known = {id(m) for m in self._modules}
         self._names = {name for name, _ in _owned(self._model)}
+        self._trained_names = {name for name, (_, p) in _owned(self._model) if p.requires_grad}
         self._views: list[Any] = [*(m._modules.values() for m in self._modules), _END]
         self._parameters = [m._parameters for m in self._modules]
+        self._trained = [p is not None and p.requires_grad for members in self._parameters for p in members.values()]
         self._counts = list(map(len, self._parameters))
         self._expected = list(chain.from_iterable(self._views))
 

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from engine.distributed.group import Group
 from engine.strategies import deferred_init, dtensors
 from engine.strategies.base import broadcast_from_rank_0
-from engine.utils import torch_private
+from engine.utils import host_memory, torch_private
 
 
 class ParameterReplacements:
@@ -42,7 +42,7 @@ class ParameterReplacements:
         """Move tensors that are not sharded yet to the device, with rank 0's values; initialize those without values."""
         device = self._group.device
         if deferred_init.is_deferred(module, self._elsewhere):
-            deferred_init.return_freed_memory()
+            host_memory.return_freed()
             self.update(module)  # parameters that another part has, too
             replaced = deferred_init.materialise(module, device, self._initialise, self._elsewhere)
             self._note(replaced)

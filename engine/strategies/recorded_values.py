@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from engine.utils import accelerator, torch_private
 from engine.utils.checksums import checksum
+from engine.utils.host_memory import ReturnOfFreed
 from engine.utils.torch_private import DispatchMode, TensorBase, flatten, is_wrapper, map_only
 
 _SMALL = 1 << 20
@@ -205,6 +206,7 @@ class Recording(DispatchMode):
         self._is_running = False  # functions of torch that are written in Python must see what a tensor is
         self._memories: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """The :class:`Memory` of each storage with values that the block has created."""
+        self._freed = ReturnOfFreed()  # most tensors with memory are freed when a module registers them
 
     def memory_of(self, tensor: Tensor) -> Memory | None:
         """The memory of a tensor that the block has created; ``None`` for others."""
@@ -280,6 +282,7 @@ class Recording(DispatchMode):
     def _has_values(self, memory: Memory, storage: torch.UntypedStorage) -> None:
         """Note that ``storage`` has the current values of ``memory``."""
         self._memories[storage], memory.real = memory, weakref.ref(storage)
+        self._freed.count(memory.nbytes)
 
     def reserved(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A tensor like ``tensor`` whose values will be recorded as those of one on ``device``; it has no memory."""
@@ -367,6 +370,7 @@ class Recording(DispatchMode):
                 storage = memory.storage() or repeated.get(memory)
                 if storage is None:
                     storage = repeated[memory] = _repeated(View.from_tensor(tensor, memory)).untyped_storage()
+                    self._freed.count(memory.nbytes)
                 values[id(tensor)] = View.from_tensor(tensor, memory).tensor_on(storage)
         return values
 
@@ -386,6 +390,7 @@ class Recording(DispatchMode):
             if storage is None:
                 storage = torch.empty(memory.nbytes, dtype=torch.uint8, device=memory.device).untyped_storage()
                 storages[id(memory)] = storage
+                self._freed.count(memory.nbytes)
             return View.from_tensor(tensor, memory).tensor_on(storage)
 
         real_args, real_kwargs = map_only(Tensor, scratch, (args, kwargs))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from engine.distributed.group import Group
+from engine.utils.loss import LEAVE_OUT
 from engine.utils.torch_private import BatchNorm, without_dynamo
 
 
@@ -97,7 +98,7 @@ class Layers:
         if self._changed and self._ranks is not None:
             raise ValueError(
                 f"training_step returned None on rank {self._ranks.group.rank} with sync_batchnorm=True, under which all ranks run backward "
-                "passes together: return Loss(out.sum() * 0, 0) to leave this micro-batch out"
+                f"passes together: {LEAVE_OUT}"
             )
 
     def restore(self) -> None:

@@ -9,6 +9,12 @@ from torch import Tensor
 
 from engine.utils.torch_private import register_dataclass
 
+LEAVE_OUT = (
+    "return Loss(out.sum() * 0, 0) to leave this micro-batch out. If it is None or empty, as a collate function that leaves out samples may make it, "
+    "out is the module's output for any other input"
+)
+"""The end of an error where ranks run backward passes together, so that ``training_step`` must return a loss for each micro-batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loss:

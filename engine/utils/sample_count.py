@@ -15,6 +15,8 @@ Count = tuple[int, str]
 
 NOTHING_SHOWN = "nothing in it shows it"
 """Why the count of an object without tensors and lists is a guess."""
+_ATTRIBUTES_SHOW = "only attributes of an object show it"
+_MAY_BE_TIME_FIRST = "its first or its second dimension may be the samples"
 _NO_VALUES = (str, bytes, int, float, bool, complex, type(None))
 
 
@@ -35,6 +37,9 @@ def counted(batch: Any, list_length: int | None = None) -> Count:
     if (size_attribute := _size_attribute(batch)) is not None:
         return size_attribute, ""
     evidence = list(_evidence(batch))
+    if not evidence and (attributes := _attributes(batch)):
+        size, why = counted(attributes, list_length)
+        return size, why or ("" if list_length is not None else _ATTRIBUTES_SHOW)
     return (
         _without_list_length(batch, evidence)
         if list_length is None
@@ -45,14 +50,16 @@ def counted(batch: Any, list_length: int | None = None) -> Count:
 def _with_list_length(batch: Any, evidence: list[set[int]], list_length: int) -> Count:
     if batch is None:
         return 0, ""
-    if not evidence or any(list_length in sizes for sizes in evidence):
+    if not evidence:
+        return list_length, "" if _is_plain(batch) else f"{NOTHING_SHOWN}, and samples may have been left out"
+    if any(list_length in sizes for sizes in evidence):
         return list_length, ""
     tensors = [part for part in _entries(batch) if type(part) is Tensor and part.ndim and not part.is_nested]
     fewer = sorted(size for size in set.intersection(*evidence) if size < list_length)
     if tensors and all(
-        tensor.ndim > 1 and tensor.shape[1] == list_length for tensor in tensors
+        tensor.ndim > 1 and tensor.shape[0] and tensor.shape[1] == list_length for tensor in tensors
     ):  # sequences with the time first
-        return list_length, "its first or its second dimension may be the samples" if fewer else ""
+        return list_length, _MAY_BE_TIME_FIRST if fewer else ""
     if len(fewer) == 1:
         return fewer[0], ""
     if fewer:
@@ -68,14 +75,49 @@ def _with_list_length(batch: Any, evidence: list[set[int]], list_length: int) ->
 
 def _without_list_length(batch: Any, evidence: list[set[int]]) -> Count:
     if not evidence:
-        plain = isinstance(batch, (_NO_VALUES, Tensor)) or any(True for _ in leaves(batch))
-        return 1, "" if plain else NOTHING_SHOWN
+        return 1, "" if _is_plain(batch) else NOTHING_SHOWN
     common = set.intersection(*evidence)
     if len(common) == 1:
         return common.pop(), ""
     first = batch_size(batch)
     why = "its tensors and lists differ in length" if not common else "its lists and tensors can be read in two ways"
     return (min(evidence[0]) if first is None else first), why
+
+
+def _is_plain(batch: Any) -> bool:
+    """True for a number, a text or ``None``, and for a batch with tensors."""
+    return isinstance(batch, (_NO_VALUES, Tensor)) or any(True for _ in leaves(batch))
+
+
+def _attributes(batch: Any) -> dict[str, Any]:
+    """The tensors, arrays and lists that are attributes of an object; empty for tensors and plain values."""
+    if isinstance(batch, (_NO_VALUES, Tensor)):
+        return {}
+    items = getattr(batch, "__dict__", {}).items()
+    return {
+        name: value
+        for name, value in items
+        if (isinstance(value, Tensor) and value.ndim) or isinstance(value, list) or type(value).__name__ == "ndarray"
+    }
+
+
+class SingleTensors:
+    """Notices ready batches that are one tensor each and may have the time first: ``[T, B]`` or ``[T, B, C]``, where batches of equal second
+    dimensions have three first ones or more. With the samples first all but the last batch of an epoch usually have as many."""
+
+    def __init__(self) -> None:
+        self._first_dimensions: dict[int, set[int]] = {}
+
+    def doubt(self, batch: Tensor) -> str:
+        """Why the first dimension of a batch is a guess; empty: it is none."""
+        # Of two dimensions those of floating point values are rows of features.
+        if batch.is_nested or not (batch.ndim == 3 or (batch.ndim == 2 and not batch.is_floating_point())):
+            return ""
+        first, second = batch.shape[:2]
+        dimensions = self._first_dimensions.setdefault(second, set())
+        if len(dimensions) < 3:
+            dimensions.add(first)
+        return _MAY_BE_TIME_FIRST if second > 1 and len(dimensions) > 2 else ""
 
 
 def _size_attribute(batch: Any) -> int | None:

@@ -318,6 +318,12 @@ def fate_of_gradient(parameter: Tensor) -> Literal["added", "returned", "none"]:
         return "returned"
 
 
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` at the end of the backward pass that runs now."""
+    autograd: Any = torch.autograd.Variable
+    autograd._execution_engine.queue_callback(function)
+
+
 def is_strided_shard(placement: Any) -> bool:
     """Whether a dimension is sharded along an inner axis of the mesh first, as ``fully_shard`` does after tensor parallelism."""
     # By the class's name, because importing DTensor takes longer than this whole package; in some versions it is a subclass of Shard.

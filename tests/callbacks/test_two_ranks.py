@@ -44,9 +44,19 @@ fit = Fit(accelerator="cpu", devices=2, max_epochs=5, num_sanity_val_steps=0, lo
           callbacks=[RichProgressBar(), CSVLogger(), LearningRateMonitor(), stopping, often, best])
 data = TensorDataset(torch.ones(16, 1))
 result = fit.run(Model(), DataLoader(data, batch_size=2), DataLoader(data, batch_size=2))
+
+def two_folders(epochs):
+    best = ModelCheckpoint(monitor="score", save_last=False, dirpath=root / "best")
+    return Fit(accelerator="cpu", devices=2, max_epochs=epochs, num_sanity_val_steps=0, root_dir=root / "two",
+               callbacks=[best, ModelCheckpoint(every="3 steps", dirpath=root / "all")])
+
+
+two_folders(2).run(Model(), DataLoader(data, batch_size=2), DataLoader(data, batch_size=2))
+resumed = two_folders(3).run(Model(), DataLoader(data, batch_size=2), DataLoader(data, batch_size=2), resume="last")
 rank = os.environ.get("RANK", "0")
 (root / f"rank{rank}.json").write_text(json.dumps({
     "step": result.step, "reason": result.stop_reason, "best": str(result.best_checkpoint), "last": str(result.last_checkpoint),
+    "two": [resumed.step, str(resumed.best_checkpoint), str(resumed.last_checkpoint)],
     "scores": best.scores, "often": list(often.scores), "wait": stopping.wait_count,
 }))
 """
@@ -71,6 +81,13 @@ def test_both_ranks_decide_the_same(finished):
     assert first["scores"] == {"8": 0.5}
     assert first["best"].endswith("step=00000008")
     assert first["last"].endswith("step=00000016")
+
+
+def test_two_folders(finished):
+    root, _ = finished
+    expected = [12, str(root / "best" / "step=00000008"), str(root / "all" / "step=00000012")]
+    for rank in (0, 1):
+        assert json.loads((root / f"rank{rank}.json").read_text())["two"] == expected
 
 
 def test_the_checkpoints_are_those_that_the_callbacks_hold(finished):

@@ -111,7 +111,10 @@ def test_a_step_of_a_run_with_the_code_that_is_given(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--step", "2"], "no checkpoint from before step 2 (it has those of steps: 2, 4)"),
+        (
+            ["--step", "2"],
+            "no checkpoint from before this step, so the training has to start again, and without a seed",
+        ),
         (["--step", "0"], "steps are numbered from 1"),
         (["--step", "9"], "the run ends at step 4: max_epochs=1 reached"),
         (["--step", "4", "--set", "model.lrr=1"], "lrr"),
@@ -191,6 +194,53 @@ def hostile(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
         manifest = json.loads(path.read_text())
         change(manifest["config"])
         path.write_text(json.dumps(resummed(manifest)))
+
+
+class Drawn(Line):
+    """Its first weight is drawn when it is made."""
+
+    def __init__(self, lr: float = 0.25) -> None:
+        super().__init__(float(torch.randn(1)), lr)
+
+
+@pytest.mark.parametrize("logger", ["CSVLogger", "Report"])
+def test_a_run_without_checkpoints_is_repeated_from_its_seed(
+    tmp_path: Path, logger: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the settings and the parameters that a logger has recorded."""
+    target = ["--target", f"{__file__}:Drawn", "--data", DATA]
+    settings = [
+        "max_epochs=2",
+        "seed=3",
+        "log_every_n_steps=1",
+        "accumulate_grad_batches=2",
+        "data.count=16",
+        "model.lr=0.5",
+    ]
+    command = ["run", target[1], *target[2:], "--callback", logger, "--set", f"root_dir={tmp_path}", *settings]
+    assert main(command) == 0
+    capfd.readouterr()
+    assert main(["replay", str(tmp_path), "--step", "3", *target]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "step 3 (epoch 0) from the start, 1 rank(s)"
+    assert lines[1] == "samples: 8, 9, 10, 11"
+    assert lines[4].startswith("logged: loss = ")
+    assert lines[4].endswith(", as recorded")
+    assert not [record.message for record in caplog.records if "differ" in record.message]
+    assert main(["replay", str(tmp_path), "--step", "3", *target, "--set", "seed=4"]) == 2
+    assert "the run had seed=3, not 4" in capfd.readouterr().err
+    assert main(["replay", str(tmp_path / "nowhere"), "--step", "3", *target]) == 2
+
+
+def test_a_record_of_a_run_without_checkpoints_runs_no_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = ["max_epochs=1", "seed=3", f"root_dir={tmp_path}"]
+    assert main(["run", HERE, "--data", DATA, "--callback", "CSVLogger", "--set", *settings]) == 0
+    config = tmp_path / "config.yaml"
+    config.write_text(config.read_text().replace("compile: false", "compile: {options: {cpp.cxx: touch x}}"))
+    assert main(["replay", str(tmp_path), "--step", "2"]) == 2
+    assert f"names --target {HERE} --data {DATA};" in capfd.readouterr().err
+    assert main(["replay", str(tmp_path), "--step", "2", *GIVEN]) == 2
+    assert "compile=" in capfd.readouterr().err
 
 
 @pytest.mark.slow

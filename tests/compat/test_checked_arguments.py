@@ -144,14 +144,14 @@ def test_the_error_has_argument_value_and_what_is_possible(make: Callable[[], An
 
 def test_values_that_the_other_trainer_takes(tmp_path: Path) -> None:
     saved = callbacks.ModelCheckpoint(tmp_path, save_last="link", save_top_k=numpy.int64(2), every_n_train_steps=0)  # type: ignore[arg-type]
-    assert (saved.dirpath, saved.save_last, saved.save_top_k) == (tmp_path, True, 2)
+    assert (saved.dirpath, saved.save_last, saved.save_top_k) == (str(tmp_path), True, 2)
     callbacks.ModelCheckpoint(train_time_interval=timedelta(minutes=1), verbose=numpy.True_)  # type: ignore[arg-type]
     stopping = callbacks.EarlyStopping("loss", 0, float("inf"), stopping_threshold=torch.tensor(0.5))  # type: ignore[arg-type]
     assert (stopping.min_delta, stopping.patience, stopping.stopping_threshold) == (0.0, float("inf"), 0.5)
     assert callbacks.StochasticWeightAveraging(numpy.float64(0.1), 1, device="cpu").swa_lrs == 0.1
     assert callbacks.StochasticWeightAveraging([1, numpy.float32(0.5)]).swa_lrs == [1.0, 0.5]  # type: ignore[list-item]
     assert callbacks.GradientAccumulationScheduler({numpy.int64(0): numpy.int64(2)}).scheduling == {0: 2}  # type: ignore[dict-item]
-    assert loggers.CSVLogger(tmp_path, version=numpy.int64(3)).root_dir == str(tmp_path / "lightning_logs/version_3")  # type: ignore[arg-type]
+    assert loggers.CSVLogger(tmp_path, version=numpy.int64(3)).log_dir == str(tmp_path / "lightning_logs/version_3")  # type: ignore[arg-type]
     assert dataclasses.DistributedDataParallelKwargs(bucket_cap_mb=numpy.int64(5)).to_kwargs() == {"bucket_cap_mb": 5}
 
 

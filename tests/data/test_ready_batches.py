@@ -161,6 +161,17 @@ class Own:
         self.v = torch.tensor([float(value) for value in values], dtype=torch.float64)
 
 
+class Hidden:
+    """A batch of a class of the user's whose attributes show nothing."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = tuple(values)
+
+    @property
+    def v(self) -> Tensor:
+        return Own(self.values).v
+
+
 def edges(values: list[int]) -> Any:
     return {"edges": torch.zeros(2, 9), "v": Own(values).v}
 
@@ -183,6 +194,10 @@ def readable_pairs(values: list[int]) -> Any:
     return [Own(kept).v, torch.zeros(len(kept), 3)]
 
 
+def readable_objects(values: list[int]) -> Any:
+    return Own(readable(values))
+
+
 def readable_lists(values: list[int]) -> Any:
     kept = readable(values)
     return tuple(torch.full((4, 2), float(value)) for value in kept), tuple({"v": float(value)} for value in kept)
@@ -196,6 +211,8 @@ class Squares(TrainModule):
         self.w = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch is None:
+            return None
         squares = self.squares(batch)
         self.log("mean", squares.mean(), on_step=False, on_epoch=True)
         return (self.w * squares).mean() if len(squares) else self.w * 0.0
@@ -305,7 +322,7 @@ def left_out_on(ranks: int) -> dict[str, list[float]]:
     """The samples 1 to 11 without 5 and 10, asked for in four batches of 3, in two of 6, and in one of 12."""
     found = {}
     for batch in (3, 6, 12) if ranks == 1 else (3, 6):
-        for collate in (readable_pairs, readable_lists):
+        for collate in (readable_pairs, readable_lists, readable_objects):
             data: Any = DataLoader(range(12), batch_size=batch, collate_fn=collate)
             found[f"{collate.__name__}, {batch}"] = trained(Squares(), data, 12 // batch, ranks)
             data = DataLoader(
@@ -316,6 +333,10 @@ def left_out_on(ranks: int) -> dict[str, list[float]]:
                 Squares(), DataLoader(Flow(12), batch_size=batch, collate_fn=collate), 12 // batch, ranks
             )
     return found
+
+
+def none_if_empty(batch: Any) -> Any:
+    return batch if len(batch) else None
 
 
 def empty_on(ranks: int) -> dict[str, Any]:
@@ -329,6 +350,11 @@ def empty_on(ranks: int) -> dict[str, Any]:
         "list": batches,
         "stream": DataLoader(Flow(4), batch_size=1, collate_fn=collate),
         "map-style": DataLoader(range(4), batch_size=1, collate_fn=collate),
+        "list with None": [none_if_empty(batch) for batch in batches],
+        "stream with None": DataLoader(Flow(4), batch_size=1, collate_fn=lambda values: none_if_empty(collate(values))),
+        "map-style with None": DataLoader(
+            range(4), batch_size=1, collate_fn=lambda values: none_if_empty(collate(values))
+        ),
     }
     found = {name: trained(Squares(), loader, 4, ranks) for name, loader in data.items()}
     fit = Fit(accelerator="cpu", seed=1)
@@ -408,8 +434,8 @@ def test_samples_that_a_collate_function_leaves_out_do_not_weigh(ranks: int, req
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_zero_samples_stay_zero(ranks: int, request: Any) -> None:
     found = empty_on(1) if ranks == 1 else request.getfixturevalue("two")["counts"][0]["empty"]
-    for name in ("list", "stream", "map-style"):
-        assert found[name] == [5.0, 5.0]
+    for name in ("list", "stream", "map-style", "list with None", "stream with None", "map-style with None"):
+        assert found[name] == [5.0, 5.0], name
     assert found["val"] == 5.0
     assert found["predicted"] == [0, 1, 0, 1]
     assert found["predicted from a list"] == [1, 0, 1, 0]
@@ -420,6 +446,11 @@ GUESSES = {
     "edges": lambda: parts(edges),
     "a constant": lambda: parts(constant_first),
     "a generator": lambda: iter(parts(edges)),
+    "time first": lambda: [torch.ones(length, 2, 1) for length in (3, 5, 4, 2)],
+    "time first, of numbers": lambda: iter([torch.ones(length, 2, dtype=torch.int64) for length in (3, 5, 4, 2)]),
+    "an object that shows nothing, of which some were left out": lambda: DataLoader(
+        range(24), batch_size=6, collate_fn=lambda values: Hidden(readable(values))
+    ),
     "edges of which some were left out": lambda: DataLoader(
         range(24), batch_size=6, collate_fn=lambda values: edges(readable(values))
     ),
@@ -444,6 +475,20 @@ class Counting(Silent):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         squares = self.squares(batch)
         return Loss((self.w * squares).sum(), len(squares))
+
+
+def test_attributes_of_an_object_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_warnings(monkeypatch)
+    with pytest.warns(UserWarning, match="only attributes of an object show it"):
+        assert trained(Squares(), parts(Own), 4) == pytest.approx([13.0, 13.0])
+
+
+def test_one_tensor_with_the_samples_first_is_no_guess() -> None:
+    rows = [torch.ones(size, 2) for size in (4, 3, 2, 1)]
+    windows = [torch.ones(size, 5, 3) for size in (4, 4, 4, 1)]
+    texts = [torch.ones(4, length, dtype=torch.int64) for length in (3, 5, 4, 2)]
+    for batches in (rows, windows, texts, iter(windows)):
+        trained(Squares(), batches, 4)
 
 
 def test_no_warning_where_no_guess_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -656,11 +656,30 @@ class SeedsItself(IterableDataset[int]):
         yield from torch.randperm(20).tolist()
 
 
+class Graph:
+    """A batch of a class of one's own."""
+
+    def __init__(self, samples: Any) -> None:
+        self.nodes = torch.stack(samples)
+        self.batch_size = len(samples)
+
+
+class MayAugment(IterableDataset[Any]):
+    """Draws the process's numbers for each sample, and changes those of the second half by them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for n in range(20):
+            noise = torch.rand(())
+            yield n + (noise if n >= 10 else 0 * noise)
+
+
 def unlike(rank: int) -> dict[str, Any]:
     """Streams that are not the same on two ranks; each is trained in windows of two batches."""
     order = torch.randperm(20, generator=torch.Generator().manual_seed(rank)).tolist()
     tenth = [torch.tensor([0.1 * n]) * (1 + 1e-6 * rank) for n in range(20)]
     noisy = [torch.tensor([n + 0.1 * rank]) for n in range(20)]
+    late = [*range(100, 110), *order[:10]]  # the first two and a half of five windows are alike
+    wide = [torch.nn.functional.pad(torch.full((1, 60), 1.0 * n), (30, 900)).expand(3, -1) for n in late]
     return {
         "a half, begun alike": DataLoader(Read(range(40 if rank == 0 else 20)), batch_size=2),
         "a half, with workers": DataLoader(Read(range(40 if rank == 0 else 20)), batch_size=2, num_workers=1),
@@ -672,6 +691,15 @@ def unlike(rank: int) -> dict[str, Any]:
         "numbers and texts": Read([{"x": 3, "text": f"document {n + rank}"} for n in range(8)]),
         "seeds the process": DataLoader(SeedsItself(rank), batch_size=2),
         "a member": CombinedLoader([DataLoader(Read(order), batch_size=2), DataLoader(range(20), batch_size=2)]),
+        "other samples later": DataLoader(Read(late), batch_size=1),
+        "other samples later, with workers": DataLoader(Read(late), batch_size=1, num_workers=1),
+        "other texts later": [{"text": 200 * "long " + str(n)} for n in late],
+        "other parts of wide tensors": [tensor.unsqueeze(0).expand(4, -1, -1) for tensor in wide],
+        "other arrays later": [{"x": numpy.full((64, 64), n)} for n in late],
+        "another object": DataLoader(Read([torch.tensor([n]) for n in late]), batch_size=1, collate_fn=Graph),
+        "a shorter last batch": DataLoader(Read(range(20 - rank)), batch_size=2),
+        "a shorter last batch, rounded": DataLoader(Read(tenth[: 20 - rank]), batch_size=2),
+        "augmented late": DataLoader(MayAugment(), batch_size=1),
         "shuffled by the process's numbers": DataLoader(ShuffledLate(), batch_size=2),
         "rounded in another way": DataLoader(Read(tenth), batch_size=2),
         "augmented, declared": DataLoader(Common(noisy), batch_size=2),
@@ -683,7 +711,7 @@ def two_differ() -> dict[str, Any]:
     torch.manual_seed(engine.process_index)
     ends = {}
     for name, data in unlike(engine.process_index).items():
-        data = iter(data) if name == "nothing on rank 1" else data
+        data = iter(data) if isinstance(data, list) else data
         loader, batches = engine.prepare_data_loader(data), 0
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -697,7 +725,7 @@ def two_differ() -> dict[str, Any]:
         ends[name] = [
             batches,
             error,
-            [str(warning.message) for warning in caught if "another one" in str(warning.message)],
+            [str(warning.message) for warning in caught if "than rank 0's" in str(warning.message)],
         ]
     return ends
 
@@ -840,6 +868,17 @@ ENDS = {
     "numbers and texts": (0, "rank 1 reads from Read is another one"),
     "seeds the process": (0, "is another one than rank 0's"),
     "a member": (0, "rank 1 reads from CombinedLoader is another one"),
+    "other samples later": (
+        4,
+        "the batches 9 to 12 of epoch 0 that rank 1 reads from DataLoader are other ones than rank 0's.*trained twice",
+    ),
+    "other samples later, with workers": (4, "batches 9 to 12"),
+    "other texts later": (4, "batches 9 to 12"),
+    "other parts of wide tensors": (4, "batches 9 to 12"),
+    "other arrays later": (4, "batches 9 to 12"),
+    "another object": (4, "batches 9 to 12"),
+    "a shorter last batch": (4, "batches 9 to 10"),
+    "a shorter last batch, rounded": (4, "batches 9 to 10"),
 }
 
 
@@ -852,10 +891,12 @@ def test_a_stream_that_is_another_one_on_each_rank_is_an_error_on_all(two: dict[
     assert [rank[name][0] for rank in two["differ"]] == [batches] * 2
 
 
-def test_a_stream_that_draws_from_its_process_warns(two: dict[str, Any]) -> None:
-    for batches, error, said in (rank["shuffled by the process's numbers"] for rank in two["differ"]):
-        assert (batches, error) == (5, "")
-        assert re.search(r"another one than rank 0's.*draws random numbers.*set_epoch.*presharded = False", *said)
+@pytest.mark.parametrize(("name", "batches"), [("shuffled by the process's numbers", 5), ("augmented late", 10)])
+def test_a_stream_that_draws_from_its_process_warns(two: dict[str, Any], name: str, batches: int) -> None:
+    for rank in two["differ"]:
+        *ends, said = rank[name]
+        assert ends == [batches, ""]
+        assert re.search(r"other ones? than rank 0's.*draws random numbers.*set_epoch.*presharded = False", *said)
 
 
 @pytest.mark.parametrize("name", ["rounded in another way", "augmented, declared"])

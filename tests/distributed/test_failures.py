@@ -1,3 +1,4 @@
+import atexit
 import contextlib
 import json
 import os
@@ -8,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from support.internals import new_folder
 from support.ranks import run_ranks
+from support.threads import fails, failure_of
 
 from engine.distributed import failures
 from engine.distributed.environments import Environment
@@ -199,3 +201,12 @@ def test_a_lost_rank_is_told_in_one_sentence(tmp_path, capsys, caplog):
     mismatch = RuntimeError("gloo: op.preamble.length <= op.nbytes. 16 vs 4")  # is not a closed connection
     failures.Uncaught(environment, sys.__excepthook__)(RuntimeError, mismatch, None)
     assert "16 vs 4" in capsys.readouterr().err
+
+
+def test_an_error_in_the_watch_over_rank_0_is_reported(monkeypatch, caplog):
+    answers = iter([parent := os.getppid()])
+    monkeypatch.setattr(os, "getppid", lambda: next(answers, None) or fails())
+    monkeypatch.setattr(atexit, "register", lambda stop: None)
+    failures._end_with_parent(parent, 1)
+    told = failure_of(caplog, "fit-parent-watch")
+    assert told.endswith("has failed with Planted: on purpose; this rank does not end by itself if rank 0 is gone")

@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch.utils.data
-from support.documents import LANGUAGES, ROOT, Block, anchors, blocks_of, documents, prose, wrong_links, wrong_rows
+from support.documents import (
+    LANGUAGES,
+    ROOT,
+    Block,
+    anchors,
+    blocks_of,
+    documents,
+    prose,
+    sentences,
+    wrong_links,
+    wrong_rows,
+)
 
 import callbacks
 import engine
@@ -132,6 +143,22 @@ def test_figures_of_examples_are_those_of_their_page() -> None:
             )
 
 
+TO_SPLIT = {
+    "engine/README.md",
+    *(f"engine/{name}/README.md" for name in ("checkpoint", "config", "data", "launch", "planning", "strategies")),
+}
+"""Pages that still have sentences of more than 40 words."""
+
+
+def test_sentences_are_short() -> None:
+    counts: dict[str, int] = {}
+    for name, path in DOCUMENTS.items():
+        if path.name == "README.md" and name not in TO_SPLIT:
+            counts |= {f"{name}: {text}": len(text.split()) for text in sentences(path.read_text())}
+    assert [text for text, words in counts.items() if words > 40] == []
+    assert sum(words > 35 for words in counts.values()) < 30
+
+
 def test_the_landing_page_is_short() -> None:
     assert DOCUMENTS["README.md"].read_text().count("\n") <= 150
 
@@ -158,6 +185,12 @@ fn
 
 [eight]: gone.md
 """
+
+
+def test_a_sentence_ends_where_an_item_a_cell_or_a_paragraph_does() -> None:
+    text = "One `two. three` four. ![Six](x.svg) Five\nsix?\n\n- seven [eight nine](x.md)\n  ten\n- eleven\n\n| a b | `c \\| d` |\n\n## A head\n"
+    whole = ["One CODE four.", "Five six?", "seven eight nine ten", "eleven", "a b", "CODE"]
+    assert list(sentences(text)) == whole
 
 
 def test_a_document_is_read_as_it_stands(tmp_path: Path) -> None:

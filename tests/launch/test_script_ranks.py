@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.ranks import PATIENCE_S, clean_environment, run_script
+from support.threads import fails, failure_of
 
 from engine.launch import script_ranks
 
@@ -451,3 +452,15 @@ def test_a_tool_is_left_out(given: str, script: str, expected: str | None) -> No
     assert script_ranks.without_tool(given.split(), script.split()) == (
         expected.split() if expected is not None else None
     )
+
+
+def test_an_error_in_the_thread_that_ends_ranks_is_reported(tmp_path, monkeypatch, caplog):
+    def note_failure(ranks):
+        ranks._failed.set()
+        ranks._interrupt.forbid()  # as if rank 0 had reacted already
+
+    monkeypatch.setattr(script_ranks.ScriptRanks, "_await_failure", note_failure)
+    monkeypatch.setattr(script_ranks.Supervisor, "end", fails)
+    script_ranks.ScriptRanks(None, [], tmp_path)
+    told = failure_of(caplog, "fit-ranks", "fit-terminate")
+    assert told.endswith("has failed with Planted: on purpose; the other ranks may have to be ended by hand")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from engine import Callback, CheckError, Fit, TrainModule
-from engine.loop.rank_checks import fingerprint
+from engine.distributed.comparison import fingerprint
 
 
 class Net(TrainModule):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import warnings
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from callbacks import JSONLLogger, ModelCheckpoint
-from engine import Callback, Fit, Loss, Run, TrainModule
+from engine import Callback, Fit, Loss, Resume, Run, TrainModule
 
 
 class Net(TrainModule):
@@ -187,10 +188,134 @@ def test_what_cannot_be_replayed_is_said(tmp_path: Path) -> None:
     for step in (0, True, "3"):
         with pytest.raises(ValueError, match="numbered from 1"):
             made.replay(Net(), data(), run=tmp_path, step=step)  # type: ignore[arg-type]
-    with pytest.raises(FileNotFoundError, match=r"before step 2 .*of steps: 3, 6"):
-        made.replay(Net(), data(), run=tmp_path, step=2)
+    with pytest.raises(FileNotFoundError, match=r"step=00000003 is not from before step 2: give the run's folder"):
+        made.replay(Net(), data(), run=tmp_path / "checkpoints" / "step=00000003", step=2)
+    with pytest.raises(FileNotFoundError, match="nowhere is not a checkpoint"):
+        made.replay(Net(), data(), run=tmp_path / "nowhere", step=2)
     with pytest.raises(ValueError, match="the run ends at step 16: max_epochs=2 was reached before"):
         made.replay(Net(), data(), run=tmp_path, step=17)
+
+
+@pytest.mark.parametrize("run", ["folder", "none"])
+def test_a_step_before_the_first_checkpoint_is_repeated_from_the_seed(tmp_path: Path, run: str) -> None:
+    seen = Seen()
+    made = trained(tmp_path, seen, accumulate_grad_batches=2, gradient_clip_val=0.5)
+    for step in (1, 3):
+        found = made.replay(Net(), data(), run=tmp_path if run == "folder" else None, step=step)
+        assert found.losses == [seen.losses[step]]
+        assert found.samples == seen.samples[step]
+        assert (found.checkpoint, found.ranks, found.recorded_ranks) == ("", 1, 1)
+        assert f"step {step} (epoch 0) from the start, 1 rank(s)" in str(found)
+
+
+@pytest.mark.parametrize("reaction", [None, "raise", "skip"])
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_nan_in_the_first_epoch_of_a_run_without_checkpoints(
+    tmp_path: Path, reaction: str | None, logs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = Seen()
+    settings = {"max_epochs": 1, "seed": 7, "on_nonfinite": reaction, "accumulate_grad_batches": 2}
+    made = fit(tmp_path, **settings, callbacks=[seen, *([JSONLLogger()] if logs else [])])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if reaction == "raise":
+            with pytest.raises(FloatingPointError):
+                made.run(Net(poison=5), data())
+        else:
+            made.run(Net(poison=5), data())
+        step = next(step for step, samples in seen.samples.items() if 5 in samples)
+        assert (tmp_path / "run.json").exists() is logs
+        caplog.clear()
+        found = made.replay(Net(poison=5), data(), run=tmp_path if logs else None, step=step)
+    micro_batch = next(index for index, loss in enumerate(found.losses[0]) if not math.isfinite(loss))
+    assert found.nonfinite == f"the loss of micro-batch {micro_batch}"
+    assert 5 in found.samples[3 * micro_batch : 3 * micro_batch + 3]  # type: ignore[index]
+    assert found.samples == seen.samples[step][:6]
+    assert not [record.message for record in caplog.records if "NaN or infinite" in record.message]
+    assert list(map(repr, found.losses[0])) == list(map(repr, seen.losses[step]))
+
+
+def test_a_start_that_cannot_be_repeated_is_an_error(tmp_path: Path) -> None:
+    made, used = trained(tmp_path, Seen()), Net()
+    with pytest.raises(ValueError, match=r"step=2\).* the run had seed=7, not None"):
+        fit(tmp_path, max_epochs=2).replay(Net(), data(), run=tmp_path, step=2)
+    with pytest.raises(ValueError, match=r"without a seed .*: give the seed that the run had, train with Fit"):
+        fit(tmp_path, max_epochs=2).replay(Net(), data(), step=2)
+    with pytest.raises(ValueError, match="the run had seed=7, not 8"):
+        fit(tmp_path, max_epochs=2, seed=8).replay(Net(), data(), run=tmp_path, step=2)
+    unseeded = trained(tmp_path / "unseeded", Seen(), used, seed=None)
+    with pytest.raises(ValueError, match="without a seed its start cannot be repeated: train with"):
+        made.replay(Net(), data(), run=unseeded.settings.root_dir, step=2)
+    with pytest.raises(ValueError, match=r"this Net was trained for 16 step\(s\): give a new one"):
+        made.replay(used, data(), run=tmp_path, step=2)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_run_that_began_with_a_checkpoint_does_not_start_at_its_seed(
+    tmp_path: Path, weights_only: bool, saves: bool
+) -> None:
+    seen = Seen()
+    trained(tmp_path / "first", Seen())
+    path = tmp_path / "first" / "checkpoints" / "step=00000006"
+    every = ModelCheckpoint(every=3, save_top_k=-1, asynchronous=False)
+    second = fit(
+        tmp_path / "second", max_epochs=2, seed=7, callbacks=[seen, JSONLLogger(), *([every] if saves else [])]
+    )
+    second.run(Net(), data(), resume=Resume(path, weights_only=weights_only))
+    step = 2 if weights_only else 8
+    with pytest.raises(ValueError, match=r"the run began with .*step=00000006\. If it resumed from there, give run="):
+        second.replay(Net(), data(), run=tmp_path / "second", step=step)
+    if weights_only:
+        found = second.replay(Net.load_from_checkpoint(path), data(), step=step)
+    else:
+        found = second.replay(Net(), data(), run=path, step=step)
+    assert found.losses == [seen.losses[step]]
+    assert found.samples == seen.samples[step]
+
+
+class Manual(Net):
+    """Steps of its own: ``steps(batch_idx)`` of a batch."""
+
+    automatic_optimization = False
+
+    def steps(self, batch_idx: int) -> int:
+        return 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for _ in range(self.steps(batch_idx)):
+            loss = self.layers(batch[0]).square().mean()
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+
+class Sometimes(Manual):
+    """Its third batch has two steps, the others have one."""
+
+    def steps(self, batch_idx: int) -> int:
+        return 2 if batch_idx == 2 else 1
+
+
+class SeenPasses(Seen):
+    def on_before_backward(self, run: Run, module: nn.Module, loss: Any) -> None:
+        self.losses.setdefault(run.step + 1, []).append(float(loss.detach()))
+
+
+def test_a_batch_with_several_steps_is_observed_whole(tmp_path: Path) -> None:
+    seen = SeenPasses()
+    made = fit(tmp_path, max_epochs=1, seed=7, callbacks=[seen])
+    made.run(Manual(), data())
+    for step in (1, 2, 5, 6, 16):
+        first = step - (step - 1) % 2
+        found = made.replay(Manual(), data(), step=step)
+        assert found.losses == [[*seen.losses[first], *seen.losses[first + 1]]]
+        assert found.samples == seen.samples[first]
+    assert made.run(Sometimes(), data()).step == 9
+    with pytest.raises(ValueError, match=r"replay\(step=4\): .* replay\(step=3\) observes the whole batch"):
+        made.replay(Sometimes(), data(), step=4)
+    assert len(made.replay(Sometimes(), data(), step=3).losses[0]) == 2
+    assert len(made.replay(Sometimes(), data(), step=5).losses[0]) == 1
 
 
 class Killed(Callback):
@@ -243,6 +368,9 @@ def test_steps_of_a_killed_and_resumed_run_of_two_ranks(tmp_path: Path) -> None:
         assert (single.ranks, single.recorded_ranks) == (1, 2)
         by_rank = [losses[str(step)] for _, _, losses in recorded]
         assert single.losses == [pytest.approx([by_rank[0][0], by_rank[1][0]], rel=1e-6)]
+    first = alone.replay(Net(dropout=0.0), data(), run=tmp_path / "even", step=2)  # before the first checkpoint
+    assert (first.checkpoint, first.ranks, first.recorded_ranks) == ("", 1, 2)
+    assert first.losses == [pytest.approx([even["2"][0] for _, _, even in recorded], rel=1e-6)]
 
 
 class Wrapping(Callback):

@@ -70,13 +70,37 @@ def test_counters_count_steps_and_micro_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("max_epochs", "epochs"), [(2, 2), (1, 2)])
-def test_a_resumed_training_that_is_done_says_so(tmp_path: Path, max_epochs: int, epochs: int) -> None:
+def test_a_resumed_training_that_is_done_says_so(
+    tmp_path: Path, max_epochs: int, epochs: int, caplog: pytest.LogCaptureFixture
+) -> None:
     fit(tmp_path, max_epochs=2, callbacks=ModelCheckpoint()).run(Weight(), ones(3))
     result = fit(tmp_path, max_epochs=max_epochs).run(Weight(), ones(3), resume="last")
     first = f"completed (max_epochs={max_epochs} was reached before, nothing left to train): {epochs} epochs, 6 steps"
     assert str(result).splitlines()[0] == first
+    assert caplog.messages[-1] == (
+        f"nothing was trained: the resumed training is at epoch 2, and max_epochs={max_epochs} was reached before. Limits count from the beginning "
+        "of the training: give a higher one to go on, or Resume(path, weights_only=True) to begin a new training with these weights"
+    )
+    caplog.clear()
     more = fit(tmp_path, max_epochs=3).run(Weight(), ones(3), resume="last")
     assert (more.stop_reason, more.step) == ("max_epochs=3 reached", 9)
+    assert "nothing was trained" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ({"max_steps": 4}, "at step 6, and max_steps=4 was reached before"),
+        ({"max_time": "0.000001 s"}, "s of training, and max_time="),
+    ],
+)
+def test_other_limits_that_were_passed_before(
+    tmp_path: Path, limit: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path, max_epochs=2, callbacks=ModelCheckpoint()).run(Weight(), ones(3))
+    result = fit(tmp_path, **{"max_epochs": 9, **limit}).run(Weight(), ones(3), resume="last")
+    assert "was reached before, nothing left to train" in result.stop_reason
+    assert words in caplog.text
 
 
 def test_a_stop_in_the_middle_of_a_window_waits_for_its_step(tmp_path: Path) -> None:
@@ -232,7 +256,9 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
 
 
 def test_resume_without_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="resume='last': no complete checkpoint in"):
+    with pytest.raises(
+        FileNotFoundError, match=r"resume=.last.: no complete checkpoint in .*dirpath=\.\.\..*give that again"
+    ):
         fit(tmp_path).run(Weight(), ones(1), resume="last")
     assert fit(tmp_path).run(Weight(), ones(1), resume="auto").step == 1
 

@@ -167,6 +167,23 @@ def test_a_forgotten_return_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert module.w.item() == 0.0
 
 
+@pytest.mark.parametrize("loader", [[None, None], [torch.zeros(0, 1)] * 2])
+def test_a_loader_that_leaves_out_all_samples_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: Any
+) -> None:
+    monkeypatch.setattr("engine.utils.log._said", set())
+
+    class Filters(Weight):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+    with (
+        pytest.warns(UserWarning, match="every batch so far is None or without samples"),
+        pytest.raises(ValueError, match=r"every batch \(2 windows\) was None or without samples.*collate function"),
+    ):
+        fit(tmp_path).run(Filters(), loader)
+
+
 @pytest.mark.filterwarnings("ignore:.*returned None for every batch so far")
 @pytest.mark.parametrize(("steps", "windows"), [(6, 20), (30, 30)])
 def test_a_forgotten_return_ends_a_training_that_only_steps_limit(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics
 from support.internals import new_recorder
+from support.toys import Weight, fit, ones
 from torch import nn
 
 from engine.metrics.torchmetrics_states import load_metric_states, metric_states, unchanged
@@ -111,3 +113,25 @@ def test_names_of_logged_metrics() -> None:
     assert list(second.slots) == ["train/mean"]
     second.module.mean.update(3.0)
     assert second.epoch_values() == {"train/mean": 3.0}
+
+
+@pytest.mark.parametrize("version", ["0.11.4", "1.3.2", "1.3.0rc1", "1.4.0", "1.10.0", "2.0"])
+def test_a_release_that_is_too_old_is_named(version: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Logs(Weight):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = torchmetrics.MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.mean(batch)
+            self.log("mean", self.mean)
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(torchmetrics, "__version__", version)
+    if version.startswith(("0", "1.3")):
+        with pytest.raises(
+            RuntimeError, match=rf"torchmetrics {version} is installed, and its metrics need at least 1\.4 here"
+        ):
+            fit(tmp_path).run(Logs(), ones(1))
+    else:
+        fit(tmp_path).run(Logs(), ones(1))

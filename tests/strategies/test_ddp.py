@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from support.drawing import Noisy
@@ -482,6 +484,33 @@ def rank_draws_in_fit() -> Any:
     return [apart(whole, resumed), apart(whole, half), whole.tolist()]
 
 
+class NoisyHooks(Dropped):
+    """Adds noise to reduced gradients, and to weights before the step."""
+
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            p.grad += torch.randn_like(p)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p += 0.1 * torch.randn_like(p)
+
+
+def rank_draws_in_hooks() -> Any:
+    """Weights after steps whose hooks draw; those of a run of half as many steps that is resumed; the number that this rank draws next."""
+    folder, module = one_folder(), NoisyHooks()
+    settings: dict[str, Any] = {"accelerator": "cpu", "seed": 1, "root_dir": folder, "strategy": "ddp"}
+    loader = DataLoader(TensorDataset(*data()), batch_size=1)
+    Fit(max_steps=4, accumulate_grad_batches=2, **settings).run(module, loader)
+    number, resumed = torch.rand(1).item(), NoisyHooks()
+    for steps, resume in ((2, None), (4, "last")):
+        saves = ModelCheckpoint(every="1 step")
+        fit = Fit(max_steps=steps, accumulate_grad_batches=2, callbacks=[saves], **settings)
+        fit.run(resumed, loader, resume=resume)
+    return [flat(module).tolist(), flat(resumed).tolist(), number]
+
+
 def rank_draws() -> Any:
     """The same in a loop with ``Engine``."""
     folder = one_folder()
@@ -510,6 +539,62 @@ def rank_draws() -> Any:
 
     whole, half = loop(4), loop(2)
     return {"whole": whole, "half": half, "resumed": loop(2, load=True), "skip": loop(2, on_nonfinite="skip")}
+
+
+class Private(torch.optim.SGD):
+    """Adds noise from a generator of its own."""
+
+    def __init__(self, parameters: Any, seed: int, kind: str) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.seed, self.kind, self.generator = seed, kind, None
+        if kind != "late":
+            self.generator = self.new()
+
+    def new(self) -> Any:
+        return numpy.random.default_rng(self.seed) if self.kind == "numpy" else torch.Generator().manual_seed(self.seed)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.generator = generator = self.new() if self.generator is None else self.generator
+        for group in self.param_groups:
+            for p in group["params"]:
+                is_numpy = self.kind == "numpy"
+                noise = (
+                    torch.tensor(generator.normal(size=p.shape))
+                    if is_numpy
+                    else torch.randn(p.shape, generator=generator)
+                )
+                p.add_(noise.to(p.dtype) - p.grad)
+
+
+def rank_private_generators() -> Any:
+    """Weights after steps with generators that are seeded alike, after a resume, and the errors where they are not."""
+    folder = one_folder()
+
+    def loop(steps: int, seed: int, kind: str, load: str = "") -> Any:
+        engine = Engine(accelerator="cpu", seed=3)
+        plain = Net()
+        model, optimizer = engine.prepare(plain, Private(plain.parameters(), seed, kind))
+        if load:
+            engine.load_state(load)
+        for _ in range(steps):
+            engine.backward(model(torch.ones(2, 3)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if steps == 2 and not load:
+            engine.save_state(f"{folder}/{kind}")
+        engine.release()
+        return flat(plain).tolist()
+
+    rank, facts = int(os.environ["RANK"]), dict[str, Any]()
+    for kind in ("torch", "numpy"):
+        facts[kind] = [loop(4, 5, kind), loop(2, 5, kind), loop(2, 5, kind, load=f"{folder}/{kind}")]
+    for kind in ("torch", "numpy", "late"):
+        try:
+            loop(1, rank, kind)
+        except ValueError as error:
+            facts[f"unlike {kind}"] = str(error)
+    return facts
 
 
 def rank_closure() -> Any:
@@ -642,6 +727,12 @@ def test_replicas_draw_alike_in_a_step_and_on_after_a_resume(found: Any) -> None
     assert half > 1e-3
 
 
+def test_replicas_draw_alike_in_hooks_around_the_step(found: Any) -> None:
+    (weights, resumed, number), other = found["draws_in_hooks"]
+    assert weights == resumed == other[0] == other[1]
+    assert number != other[2]
+
+
 def test_replicas_draw_alike_in_a_loop_of_ones_own(found: Any) -> None:
     one, other = found["draws"]
     assert one == other  # weights, and torch's numbers in each step
@@ -704,3 +795,15 @@ def test_alone_nothing_is_wrapped() -> None:
     assert engine.strategy.sum(2.0) == 2.0
     engine.average_gradients(torch.optim.SGD(model.parameters(), lr=1.0))
     assert model.weight.grad is None
+
+
+def test_an_optimizers_own_generator(found: Any) -> None:
+    one, other = found["private_generators"]
+    assert one == other
+    for kind in ("torch", "numpy"):
+        whole, half, resumed = one[kind]
+        assert whole == resumed != half
+    for kind in ("torch", "numpy", "late"):
+        assert one[f"unlike {kind}"].startswith(
+            "Private.generator is a random generator whose state on rank 1 is not that on rank 0"
+        )

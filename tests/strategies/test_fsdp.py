@@ -401,6 +401,7 @@ CONDITIONAL: dict[str, tuple[int, dict[str, Any]]] = {
     "kept gathered": (1, {"reshard_after_forward": False}),
     "reduced each time": (2, {"reduce_each_micro_batch": True}),
     "some whole": (1, {"ignore": "layers.*.norm.*"}),
+    "frozen ones whole": (1, {"ignore": "frozen.0.*"}),
 }
 
 
@@ -409,6 +410,53 @@ def rank_conditional() -> Any:
         name: apart(conditional(window, **s), bare_conditional(window)) for name, (window, s) in CONDITIONAL.items()
     }
     found["bf16"] = apart(conditional(2, "bf16-mixed"), bare_conditional(2))
+    return found
+
+
+class Programs(nn.Module):
+    """Blocks by letters, which each rank runs in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(12)
+        self.layers = nn.ModuleDict({letter: Block() for letter in "abcd"})
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, program: str) -> Tensor:
+        for letter in program:
+            x = self.layers[letter](x)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+PROGRAMS = {
+    "a block twice, then one on one rank": [["aba", "abac"], ["abac", "aba"]],
+    "opposite orders": [["ab", "ba"], ["ba", "ab"]],
+    "loops of different lengths": [["aaabd", "abd"], ["abd", "aabd"]],
+    "a block in a loop, later": [["aad", "aad"], ["acad", "aad"], ["aad", "acacd"]],
+    "registered in the opposite order": [["dcba", "dba"], ["dba", "da"]],
+}
+"""For each step and rank, the blocks that it runs."""
+
+
+def trained_program(steps: list[list[str]], engine: Engine | None) -> Tensor:
+    plain = Programs()
+    model = plain if engine is None else engine.prepare(plain)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
+    for step in steps:
+        for rank in range(2) if engine is None else [engine.process_index]:
+            loss = model(data(8)[4 * rank :][:4], step[rank])
+            (loss / 2).backward() if engine is None else engine.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+def rank_programs() -> Any:
+    found = {}
+    for name, program in PROGRAMS.items():
+        engine = Engine(accelerator="cpu", strategy=FSDP(blocks=["Block"]))
+        found[name] = apart(trained_program(program, engine), trained_program(program, None))
     return found
 
 
@@ -826,6 +874,11 @@ def test_ranks_leave_out_different_blocks(found: Any, case: str) -> None:
 
 def test_ranks_leave_out_different_blocks_in_bf16(found: Any) -> None:
     assert max(rank["bf16"] for rank in found["conditional"]) < 4e-2
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ranks_run_blocks_in_different_orders_from_the_first_pass_on(found: Any, program: str) -> None:
+    assert max(rank[program] for rank in found["programs"]) < 2e-6
 
 
 def test_ranks_leave_out_different_blocks_of_two_losses(found: Any) -> None:

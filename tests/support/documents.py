@@ -94,6 +94,23 @@ def prose(text: str) -> Iterator[str]:
             yield line
 
 
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of a document: of its paragraphs, items and cells of tables. A piece of code is one word, a link is its text."""
+    parts = [""]
+    for line in prose(text):
+        line = line.strip()
+        if line.startswith("|"):
+            parts += re.split(r"(?<!\\)\|", line)
+        elif not line or re.match(r"#|[-*] |\d+\. ", line):
+            parts.append("" if line.startswith("#") else re.sub(r"^([-*]|\d+\.) ", "", line))
+        else:
+            parts[-1] += f" {line}"
+    for part in parts:
+        shown = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", re.sub(r"`[^`]*`", "CODE", part))  # without pictures
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", shown)
+        yield from (each.strip() for each in re.split(r"(?<=[.!?])\s+", plain) if each.strip())
+
+
 def anchors(text: str) -> set[str]:
     """What ``#...`` may name: the headings as GitHub writes them."""
     headings = (line.lstrip("#").strip() for line in prose(text) if re.match(r"#{1,6} ", line))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.tests_of import MAP, ROOT, answer, shares, text_of
+from tools.tests_of import MAP, ROOT, answer, shares, text_of, with_new_modules
 
 TOY = {
     "engine/__init__.py": "",
@@ -63,6 +63,17 @@ def test_a_part_counts_less_the_more_files_execute_it() -> None:
     found = shares(executed, numbers)
     assert found == {"engine/x.py": {"tests/a.py": 77.8, "tests/b.py": 11.1, "tests/c.py": 11.1}, "engine/y.py": {}}
     assert json.loads(text_of(found)) == {"engine/x.py": found["engine/x.py"]}
+
+
+def test_a_run_of_some_tests_adds_what_the_map_does_not_know(tmp_path: Path) -> None:
+    for name in ("tests/test_a.py", "tests/test_b.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    found = {"engine/known.py": {"tests/test_a.py": 60.0}, "engine/moved.py": {"tests/test_gone.py": 100.0}}
+    names = ("engine/known.py", "engine/moved.py", "engine/new.py")
+    measured = {name: {"tests/test_b.py": 100.0} for name in names} | {"engine/unused.py": {}}
+    added = with_new_modules(found, measured, tmp_path)
+    assert added == {"engine/known.py": found["engine/known.py"], **{name: measured[name] for name in names[1:]}}
 
 
 def test_the_tool_answers_for_modules_that_are_known_new_and_gone(tmp_path: Path) -> None:

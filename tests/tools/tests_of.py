@@ -2,6 +2,7 @@
 
     python tests/tools/tests_of.py engine/loop/setup.py callbacks/pruning.py
     python tests/tools/tests_of.py --write             # run the suite and rewrite the map, tests/tools/tests_of.json
+    python tests/tools/tests_of.py --write tests/step  # run these tests only, and add the modules that the map does not know
 
 A number is the test file's share of all that tests execute in the module, in percent: a part of a function that one test file alone executes
 belongs to it, a part that four execute is a quarter of each. A file that tests the module comes before the many that only pass through.
@@ -91,6 +92,12 @@ def text_of(found: Shares) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
+def with_new_modules(found: Shares, measured: Shares, root: Path = ROOT) -> Shares:
+    """The map with the ``measured`` shares of modules that it does not know, or knows only by test files that are gone."""
+    known = {module for module, files in found.items() if any((root / file).exists() for file in files)}
+    return found | {module: files for module, files in measured.items() if files and module not in known}
+
+
 def answer(module: str, found: Shares, root: Path = ROOT) -> tuple[str, bool]:
     """What the tool prints for a module (a path or a dotted name), and whether it knows a test. The module may be new, moved or gone."""
     path = Path(os.path.abspath(module if os.path.exists(module) else root / module))
@@ -119,7 +126,12 @@ def main() -> int:
         1 if no test is known for a module.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="modules; with --write tests (all)")
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="modules; with --write tests, for modules that the map does not know (all)",
+    )
     parser.add_argument("--write", action="store_true", help="run the tests and write the map")
     parser.add_argument("--map", type=Path, default=MAP, help="the map (tests/tools/tests_of.json)")
     parser.add_argument("-n", type=int, default=3, dest="workers", help="with --write: workers of pytest (3)")
@@ -127,6 +139,8 @@ def main() -> int:
     if options.write:
         begun = time.monotonic()
         found = measure(options.paths, options.workers)
+        if options.paths and options.map.exists():
+            found = with_new_modules(json.loads(options.map.read_text()), found)
         options.map.write_text(text_of(found))
         print(
             f"{options.map}: {sum(map(bool, found.values()))} modules, in {(time.monotonic() - begun) / 60:.0f} minutes"

@@ -45,7 +45,7 @@ class Accelerator(Engine):
 
     Args:
         dataloader_config, ...: as in Accelerate; an argument without a counterpart raises an error that says what to use.
-        rules: ``"exact"`` or ``"accelerate"``.
+        rules: ``"exact"`` or ``"accelerate"``; by default what ``install`` was given, or else ``"exact"``.
 
     Raises:
         ValueError: an argument cannot be honoured.
@@ -55,6 +55,8 @@ class Accelerator(Engine):
     gradient_state: GradientState = None  # type: ignore[assignment]
     project_configuration: Any = None
     trackers: list[Any] = []
+    usual_rules: Literal["exact", "accelerate"] = "exact"
+    """The rules of an object that is made without any."""
     step: int = 0  # type: ignore[assignment]
     """The number of :meth:`accumulate` blocks since a loader last ended. It hides :meth:`engine.Engine.step`: call ``optimizer.step()``."""
 
@@ -66,8 +68,9 @@ class Accelerator(Engine):
         log_with: Any = None, project_dir: Any = None, project_config: Any = None, gradient_accumulation_plugin: Any = None,
         step_scheduler_with_optimizer: bool = True, kwargs_handlers: list[Any] | None = None, dynamo_backend: Any = None,
         dynamo_plugin: Any = None, deepspeed_plugins: Any = None, parallelism_config: Any = None, *,
-        rules: Literal["exact", "accelerate"] = "exact",
+        rules: Literal["exact", "accelerate"] | None = None,
     ) -> None:  # fmt: skip
+        rules = rules or self.usual_rules
         self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         handlers = self.handlers = translation.handlers_by_name(kwargs_handlers or [])
         process_group = handlers.get("InitProcessGroupKwargs") or settings.InitProcessGroupKwargs()
@@ -127,6 +130,13 @@ class Accelerator(Engine):
         attrgetter("dataloader_config.even_batches"),
         lambda self, value: setattr(self.dataloader_config, "even_batches", value),
     )
+
+    _models = property(lambda self: list(self.models))
+    _optimizers = property(lambda self: [*self.prepared.optimizers])
+    _schedulers = property(lambda self: [*self.prepared.schedulers])
+    _dataloaders = property(lambda self: [*self.prepared.loaders, *self.checkpoints.padded_loaders])
+    is_fsdp2 = property(lambda self: self.distributed_type == "FSDP")
+    parallelism_config = property(lambda self: self._arguments["parallelism_config"])
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -244,8 +254,12 @@ class Accelerator(Engine):
             own_loop.leave(self.window, models)
 
     @contextlib.contextmanager
-    def no_sync(self, *models: nn.Module) -> Iterator[None]:
-        """Reduce no gradients in this block, as with :meth:`engine.Engine.no_sync`, not even when an :meth:`accumulate` block in it ends a window."""
+    def no_sync(self, *models: nn.Module, model: nn.Module | None = None) -> Iterator[None]:
+        """Reduce no gradients in this block, as with :meth:`engine.Engine.no_sync`, not even when an :meth:`accumulate` block in it ends a window.
+
+        ``model``: a model by Accelerate's name of the argument.
+        """
+        models = models if model is None else (*models, model)
         before = self._unreduced
         self._unreduced = [*before, *(models or self.models)]
         try:

@@ -29,7 +29,7 @@ class Checkpoints:
         self.engine, self.naming = engine, naming
         self.before_save: OrderedDict[int, Any] = OrderedDict()
         self.before_load: OrderedDict[int, Any] = OrderedDict()
-        self._padded_loaders: list[Any] = []
+        self.padded_loaders: list[Any] = []
 
     @staticmethod
     def hook(hooks: OrderedDict[int, Any], hook: Callable[..., None]) -> RemovableHandle:
@@ -42,22 +42,22 @@ class Checkpoints:
 
     def following(self, loader: Any) -> Any:
         """Include this loader's position in checkpoints; return the loader."""
-        if not self._padded_loaders:
+        if not self.padded_loaders:
             self.engine.register_for_checkpointing(self)
-        self._padded_loaders.append(loader)
+        self.padded_loaders.append(loader)
         return loader
 
     def forget(self) -> None:
         """Stop including the positions of loaders in checkpoints."""
-        self._padded_loaders.clear()
+        self.padded_loaders.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """The loaders' positions."""
-        return {"loaders": [loader.state_dict() for loader in self._padded_loaders]}
+        return {"loaders": [loader.state_dict() for loader in self.padded_loaders]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the loaders' positions."""
-        for loader, position in zip(self._padded_loaders, state["loaders"], strict=True):
+        for loader, position in zip(self.padded_loaders, state["loaders"], strict=True):
             loader.load_state_dict(position)
 
     @contextlib.contextmanager
@@ -65,10 +65,10 @@ class Checkpoints:
         """Let ``even_batches`` decide, in this block, whether the last global batch of map-style datasets is padded."""
         shards = [
             loader.batch_sampler
-            for loader in self._padded_loaders
+            for loader in self.padded_loaders
             if isinstance(loader.batch_sampler, BatchSamplerShard)
         ]
-        if len(shards) < len(self._padded_loaders):
+        if len(shards) < len(self.padded_loaders):
             warnings.warn("even_batches is only supported for map-style datasets; streams are filled up", stacklevel=5)
         before = [shard.even_batches for shard in shards]
         try:
@@ -151,6 +151,6 @@ class Checkpoints:
         if not within_epochs:
             for loader in engine.prepared.loaders:
                 loader.restart()
-            for loader in self._padded_loaders:
+            for loader in self.padded_loaders:
                 loader.restart()
         return dict(manifest)

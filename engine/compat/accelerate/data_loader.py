@@ -2,19 +2,67 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from engine.compat.accelerate import padded_loaders
-from engine.compat.accelerate.padded_loaders import DispatchedLoader as DataLoaderDispatcher
 from engine.compat.accelerate.padded_loaders import PaddedLoader as DataLoaderShard
 from engine.compat.accelerate.padded_shards import BatchSamplerShard as BatchSamplerShard
 from engine.compat.accelerate.padded_shards import IterableDatasetShard as IterableDatasetShard
 from engine.compat.accelerate.padded_shards import SeedableRandomSampler as SeedableRandomSampler
 from engine.compat.accelerate.state import GradientState, PartialState
 
-__all__ = ["DataLoaderDispatcher", "DataLoaderShard", "prepare_data_loader", "skip_first_batches"]
+__all__ = [
+    *(
+        "DataLoaderDispatcher",
+        "DataLoaderShard",
+        "SkipBatchSampler",
+        "SkipDataLoader",
+        "prepare_data_loader",
+        "skip_first_batches",
+    ),
+]
+
+
+class SkipBatchSampler(BatchSampler):
+    """Another batch sampler without its first ``skip_batches`` batches."""
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler, self.skip_batches = batch_sampler, skip_batches
+
+    @property
+    def total_length(self) -> int:
+        """The number of batches with those that are skipped."""
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.islice(self.batch_sampler, self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) - self.skip_batches
+
+
+class SkipDataLoader(DataLoader[Any]):
+    """A ``DataLoader`` that skips its first ``skip_batches`` batches; other arguments are those of ``DataLoader``."""
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        if use_stateful_dataloader:
+            raise ValueError(
+                "SkipDataLoader(use_stateful_dataloader=True): a prepared loader's state_dict has its position; leave it out"
+            )
+        super().__init__(dataset, **kwargs)
+        self.skip_batches = skip_batches
+
+    def __iter__(self) -> Any:
+        return itertools.islice(super().__iter__(), self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return super().__len__() - self.skip_batches
 
 
 def prepare_data_loader(

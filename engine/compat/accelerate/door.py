@@ -11,8 +11,33 @@ from engine.compat.peer_names import PeerNames
 _FOLDER = "engine.compat.accelerate"
 PACKAGE = "engine.interop.accelerate"
 MODULES = (
-    *("accelerator", "big_modeling", "data_loader", "launchers", "local_sgd", "logging", "optimizer", "scheduler", "state", "tracking"),
-    *(f"utils.{name}" for name in ("dataclasses", "imports", "memory", "operations", "other", "random", "versions")),
+    *(
+        "accelerator",
+        "big_modeling",
+        "data_loader",
+        "hooks",
+        "launchers",
+        "local_sgd",
+        "logging",
+        "optimizer",
+        "scheduler",
+        "state",
+        "tracking",
+    ),
+    *(
+        f"utils.{name}"
+        for name in (
+            "dataclasses",
+            "environment",
+            "imports",
+            "memory",
+            "operations",
+            "other",
+            "random",
+            "tqdm",
+            "versions",
+        )
+    ),
 )
 """Accelerate's modules that are here."""
 DOOR = Door(

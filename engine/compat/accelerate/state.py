@@ -24,6 +24,9 @@ class _Shared:
     def initialized(self) -> bool:
         return bool(self._shared_state)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_this_process, (type(self),)
+
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
         cls._shared_state.clear()
@@ -32,6 +35,13 @@ class _Shared:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"`{type(self).__name__}` object has no attribute {name!r}: make an Accelerator first")
+
+
+def _of_this_process(kind: type[_Shared]) -> _Shared:
+    """A pickled state, which describes the process that reads the pickle; it joins nothing."""
+    state = object.__new__(kind)
+    state.__dict__ = kind._shared_state
+    return state
 
 
 class PartialState(_Shared):
@@ -128,6 +138,9 @@ class GradientState(_Shared):
             self.plugin = gradient_accumulation_plugin
 
     num_steps = property(lambda self: int(self.plugin.num_steps))
+    plugin_kwargs = property(lambda self: self.plugin.to_kwargs())
+    adjust_scheduler = property(lambda self: self.plugin.adjust_scheduler)
+    sync_with_dataloader = property(lambda self: self.plugin.sync_with_dataloader)
     in_dataloader = property(lambda self: bool(self.dataloader_references))
     active_dataloader = property(lambda self: self.dataloader_references[-1] if self.in_dataloader else None)
     end_of_dataloader = property(lambda self: self.in_dataloader and self.active_dataloader.end_of_dataloader)

@@ -98,11 +98,15 @@ class AdaptedModule(LightningModule, Adapter):
         _redirect_to_run(base)
         self.forward_overrides(base, _forwarded_methods(base))
 
+    def note_methods(self) -> None:
+        base = lightning_base(type(self.original), "LightningModule")
+        self.forward_overrides(base, _forwarded_methods(base))
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.original(*args, **kwargs)
 
     def configure_callbacks(self) -> Any:
-        callbacks = self.original.configure_callbacks()
+        callbacks = [] if self.original.configure_callbacks is None else self.original.configure_callbacks()
         return [adapt(callback) for callback in (callbacks if isinstance(callbacks, (list, tuple)) else [callbacks])]
 
     def attach(self, context: Any) -> None:

@@ -80,7 +80,6 @@ TRAINER = {
     "sync_batchnorm": Argument(False, setting="sync_batchnorm"),
     "reload_dataloaders_every_n_epochs": Argument(
         0,
-        neutral=(0,),
         instead="a dataset may read other files from set_epoch or in each pass; a loader is created once per run",
     ),
     "default_root_dir": Argument(),
@@ -176,7 +175,6 @@ CALLBACKS: dict[str, dict[str, Argument]] = {
         "every_n_epochs": Argument(instead="here it is every='1 epochs'"),
         "save_on_train_epoch_end": Argument(
             instead="with monitor a checkpoint waits for the next validation, without it is saved when due",
-            with_validation="with validation, a score is taken after it; leave it out",
         ),
         "enable_version_counter": Argument(instead="a second checkpoint of one name gets '-step=N': leave it out"),
         "save_best_only": Argument(instead="here it is save_top_k=1, save_last=False"),
@@ -188,7 +186,6 @@ CALLBACKS: dict[str, dict[str, Argument]] = {
         ),
         "check_on_train_epoch_end": Argument(
             instead="it checks after each validation, or without validation after each epoch: leave it out",
-            with_validation="with validation it checks after it; leave it out",
         ),
     },
     "WeightAveraging": {"device": _AVERAGES_DEVICE},
@@ -241,7 +238,7 @@ LOGGERS: dict[str, dict[str, Argument]] = {
             neutral=ANY, instead="no metric is written with the hyperparameters: leave it out"
         ),
         "prefix": _PREFIX,
-        "sub_dir": replace(_OWN_FOLDER, neutral=(None,), drop_in="put it into save_dir"),
+        "sub_dir": _OWN_FOLDER,
         **_CHECKPOINTS,
     },
     "CSVLogger": {

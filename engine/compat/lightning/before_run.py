@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +14,7 @@ import torch
 from engine.compat.lightning.trainer_parts import AcceleratorConnector
 from engine.config.settings import Settings
 from engine.distributed.environments import Environment, detect
+from engine.loop.run import Run
 from engine.loop.state import TrainState
 from engine.step.precision import Precision
 
@@ -58,8 +61,11 @@ class BeforeRun(_NotStarted):
     stage = stop_reason = ""
     evaluating = stopping = interrupted = terminated = False
     module = datamodule = train_loader = exception = num_train_batches = loaded_from = stop_request = None
+    samples = first_step = 0
+    values: Mapping[str, Any] = MappingProxyType({})
+    """The logged values of the run that this placeholder takes the place of."""
     optimizers: tuple[Any, ...] = ()
-    schedulers = num_eval_batches = optimizers
+    schedulers = num_eval_batches = waiting_stops = optimizers
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -68,6 +74,14 @@ class BeforeRun(_NotStarted):
         self._environment = environment = detect(os.environ)
         self.rank, self.local_rank, self.world_size = environment.rank, environment.local_rank, environment.world_size
         self.is_main_process = self.rank == 0
+
+    @classmethod
+    def instead_of(cls, run: Run | BeforeRun, settings: Settings, values: Mapping[str, Any]) -> BeforeRun:
+        """A placeholder that can be pickled, with the counters of ``run`` and the logged ``values``."""
+        placeholder = cls(settings)
+        placeholder.epoch, placeholder.step, placeholder.samples = run.epoch, run.step, run.samples
+        placeholder.values = {name: value.item() for name, value in values.items()}
+        return placeholder
 
     def set_limit(self, name: str, value: int | None) -> None:
         """Set the limit ``name`` (``"max_epochs"`` or ``"max_steps"``) of the training to ``value``; see :meth:`engine.Run.set_limit`."""

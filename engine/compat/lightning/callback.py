@@ -9,11 +9,12 @@ from types import FunctionType
 from typing import Any
 
 from engine.callback import Callback as OwnCallback
+from engine.compat.lightning.callback_log import Logging
 from engine.compat.lightning.events import CALLED, EVENTS, Adapter, is_lightning_class, lightning_arguments, run_of
 from engine.loop.method_arguments import accepting
 
 
-class Callback(OwnCallback):
+class Callback(Logging, OwnCallback):
     """The base class of callbacks whose events take ``(trainer, pl_module, ...)``, under ``Trainer`` and :class:`engine.Fit`.
 
     A subclass that also inherits from a callback of this library may override the callback's events, with Lightning's signature.
@@ -105,7 +106,11 @@ class AdaptedCallback(OwnCallback, Adapter):
 
     def __init__(self, original: Any) -> None:
         self.original = original
-        self.forward_overrides(lightning_base(type(original), "Callback"), (*EVENTS, "state_dict", "load_state_dict"))
+        self.note_methods()
+
+    def note_methods(self) -> None:
+        base = lightning_base(type(self.original), "Callback")
+        self.forward_overrides(base, (*EVENTS, "state_dict", "load_state_dict"))
 
     def translated(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         return listener(self, name, method) if name in EVENTS else method

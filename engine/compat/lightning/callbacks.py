@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -14,26 +17,52 @@ import torch
 import engine.callbacks as own
 from engine.compat.checked_arguments import as_device, checking_arguments, with_arguments_of
 from engine.compat.lightning.arguments import CALLBACKS
+from engine.compat.lightning.bar_attributes import BarAttributes
 from engine.compat.lightning.callback import Callback
+from engine.compat.lightning.checkpoint_attributes import CheckpointAttributes
+from engine.compat.lightning.checkpoint_notices import notify
+from engine.compat.lightning.epoch_ends import acts_at_epoch_ends, has_validation
 from engine.compat.lightning.events import EVENTS
+from engine.compat.lightning.exception_checkpoint import SavesOnException
+from engine.compat.lightning.finetuning_functions import FinetuningFunctions
 from engine.compat.lightning.names import OF_CHECKPOINTS
 from engine.compat.lightning.pickled_checkpoint import FILE, write_checkpoint
+from engine.compat.lightning.searches import BatchSizeFinder as BatchSizeFinder
+from engine.compat.lightning.searches import LearningRateFinder as LearningRateFinder
+from engine.compat.lightning.stopping_reason import EarlyStoppingReason as EarlyStoppingReason
+from engine.compat.lightning.stopping_reason import NamesReason
+from engine.compat.lightning.timer import Interval as Interval
+from engine.compat.lightning.timer import Timer as Timer
 from engine.config.duration import NEVER
 from engine.config.kinds import WholeNumber
 from engine.config.settings import checked_setting
 from engine.loop.run import Run
 from engine.utils.log import logger
+from engine.utils.paths import expanded
 
 Device = torch.device | str | int | None
 _FIELD = re.compile(r"\{([^}:!\[]+)")
+
+
+def _absolute(dirpath: str | PathLike[str] | None) -> str | Path | None:
+    """The folder of checkpoints as Lightning shows it: an absolute path, or the URL."""
+    if dirpath is None or "://" in str(dirpath):
+        return dirpath if dirpath is None else str(dirpath)
+    return os.path.realpath(expanded(dirpath))
 
 
 class Checkpoint(Callback):
     """The base of callbacks that save checkpoints."""
 
 
-class ProgressBar(Callback):
+class OnExceptionCheckpoint(SavesOnException, Checkpoint):
+    """Saves the last complete step when an exception ends a training."""
+
+
+class ProgressBar(BarAttributes, Callback):
     """The base of progress bars. A bar is redrawn at fixed times, whatever ``refresh_rate`` is; 0 switches it off."""
+
+    shows_progress = True
 
 
 class LearningRateMonitor(Callback, own.LearningRateMonitor):
@@ -45,7 +74,28 @@ class LearningRateMonitor(Callback, own.LearningRateMonitor):
         logging_interval: Literal["step", "epoch"] | None = None,
         log_momentum: bool = False,
         log_weight_decay: bool = False,
-    ) -> None: ...
+    ) -> None:
+        self.lrs: dict[str, list[float]] = {}
+        self.last_momentum_values: dict[str, float | None] = {}
+        self.last_weight_decay_values: dict[str, float | None] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        own.LearningRateMonitor.on_train_start(self, trainer.run, pl_module)
+        self.lrs = {}
+        for interval in ("step", "epoch"):
+            self._values(interval)  # notes the names
+        self.lrs = {name: [] for name in self.lrs}
+        self.last_momentum_values = {f"{name}-momentum": None for name in self.lrs}
+        self.last_weight_decay_values = {f"{name}-weight_decay": None for name in self.lrs}
+
+    def _values_of_group(self, name: str, group: dict[str, Any]) -> dict[str, float]:
+        values = super()._values_of_group(name, group)
+        self.lrs.setdefault(name, []).append(values[name])
+        if self.log_momentum:
+            self.last_momentum_values[f"{name}-momentum"] = values[f"{name}-momentum"]
+        if self.log_weight_decay:
+            self.last_weight_decay_values[f"{name}-weight_decay"] = values[f"{name}-weight_decay"]
+        return values
 
 
 class DeviceStatsMonitor(Callback, own.DeviceStatsMonitor):
@@ -71,6 +121,14 @@ class EMAWeightAveraging(Callback, own.EMA):
         update_starting_at_step: int | None = None, update_starting_at_epoch: int | None = None, **kwargs: Any,
     ) -> None: ...  # fmt: skip
 
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Update after steps from ``update_starting_at_step`` on, in every epoch, and also at the ends of epochs from ``update_starting_at_epoch``
+        on, as Lightning does."""
+        if step_idx is not None:
+            return step_idx >= (self.update_starting_at_step or 0) and step_idx % self.update_every_n_steps == 0
+        start = self.update_starting_at_epoch
+        return epoch_idx is not None and start is not None and epoch_idx >= start
+
 
 class StochasticWeightAveraging(Callback, own.SWA):
     """:class:`callbacks.SWA` with Lightning\'s arguments."""
@@ -91,11 +149,11 @@ class BasePredictionWriter(Callback, own.BasePredictionWriter):
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None: ...
 
 
-class BaseFinetuning(Callback, own.BaseFinetuning):
+class BaseFinetuning(FinetuningFunctions, Callback, own.BaseFinetuning):
     """:class:`callbacks.BaseFinetuning`."""
 
 
-class BackboneFinetuning(Callback, own.BackboneFinetuning):
+class BackboneFinetuning(FinetuningFunctions, Callback, own.BackboneFinetuning):
     """:class:`callbacks.BackboneFinetuning` with Lightning\'s arguments."""
 
     @with_arguments_of(own.BackboneFinetuning, CALLBACKS)
@@ -166,7 +224,7 @@ ServableModule = own.ServableModule
 Profiler = Callback
 
 
-class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
+class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
     """:class:`callbacks.ModelCheckpoint` with Lightning\'s arguments. A checkpoint is complete, in a folder named as Lightning names its file.
 
     ``torch.load`` does not open that folder, which ``best_model_path`` names: ``load_from_checkpoint`` and ``ckpt_path`` do; see :attr:`pickles`.
@@ -190,6 +248,7 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         for name in OF_CHECKPOINTS:
             if hasattr(type(self), name):
                 raise TypeError(f"{type(self).__name__} defines {name}, which is not called: {OF_CHECKPOINTS[name]}")
+        self.keep_arguments(locals())
         if save_weights_only:
             message = "ModelCheckpoint(save_weights_only=True): checkpoints are complete; 'fit checkpoint export' writes weights only"
             logger.warning(message)
@@ -197,7 +256,8 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         every_n_train_steps = count.normalized("ModelCheckpoint: every_n_train_steps", every_n_train_steps)
         every_n_epochs = count.normalized("ModelCheckpoint: every_n_epochs", every_n_epochs)
         is_default = all(interval is None for interval in (every_n_train_steps, train_time_interval, every_n_epochs))
-        epochs = f"{1 if is_default else every_n_epochs} epochs" if is_default or every_n_epochs else None
+        self._epochs = 1 if is_default else every_n_epochs or 0
+        epochs = f"{self._epochs} epochs" if self._epochs else None
         every: list[Any] = [interval for interval in (every_n_train_steps, train_time_interval, epochs) if interval]
         if len(every) > 1:
             raise ValueError(f"ModelCheckpoint saves every {every[0]} and every {every[1]}: give one of them")
@@ -205,24 +265,63 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         name = _FIELD.sub(r"\1={\1", name) if auto_insert_metric_name else name
         self.idle = not save_top_k and not save_last
         self._has_last_path, self._at_train_epoch_end = save_last, save_on_train_epoch_end
+        self._after_validations = False
         self._files: dict[int, Path] = {}
-        folder = Path(dirpath) if isinstance(dirpath, PathLike) else dirpath
+        self._interval = next(iter(every), None)
+        folder = _absolute(dirpath)
         options = (monitor, mode, save_top_k, bool(save_last) or self.idle, None, folder, name + self.FILE_EXTENSION)
         # Not asynchronous, so that a path exists as soon as it is named.
-        own.ModelCheckpoint.__init__(self, next(iter(every), None), *options, asynchronous=False)
+        own.ModelCheckpoint.__init__(self, self._interval, *options, asynchronous=False)
+        self._dirpath_argument = self.dirpath
+
+    @property
+    def checkpoints_in(self) -> str | Path | None:
+        return self._dirpath_argument
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self.pickles and "://" in str(trainer.run.checkpoint_path("x")):
             reason = "files are written beside checkpoints in a local folder: give one as dirpath"
             raise ValueError(f"ModelCheckpoint.pickles = True: {reason}")
+        self.dirpath = self._dirpath_argument
         own.ModelCheckpoint.setup(self, trainer.run, pl_module, stage)
+        self.dirpath = (self._storage or trainer.run.checkpoints.folder.storage).root
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._at_train_epoch_end and self.monitor is not None and trainer.run.val_loaders:
-            reason = CALLBACKS["ModelCheckpoint"]["save_on_train_epoch_end"].with_validation
-            raise ValueError(f"ModelCheckpoint(save_on_train_epoch_end=True): {reason}")
+        at_epoch_ends = self._at_train_epoch_end
+        if at_epoch_ends is None and trainer.check_val_every_n_epoch == 1 and not has_validation(trainer.run):
+            at_epoch_ends = True
+        self._after_validations = bool(self._epochs) and not acts_at_epoch_ends(
+            self, "save_on_train_epoch_end", at_epoch_ends, trainer
+        )
+        self._every_argument = None if self._after_validations else self._interval
         own.ModelCheckpoint.on_train_start(self, trainer.run, pl_module)
         self._files = {}
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        run: Run = trainer.run
+        if not self._after_validations:
+            own.ModelCheckpoint.on_validation_end(self, run, pl_module)
+        elif self._training and run.step and not (run.epoch + 1) % self._epochs and self._lacks_score(run.step):
+            self._save(run)
+
+    def _lacks_score(self, step: int) -> bool:
+        """Whether no checkpoint of ``step`` is kept, or one that was saved before its validation."""
+        return step not in self.scores or (self.monitor is not None and self.scores[step] is None)
+
+    def _is_candidate(self, run: Run) -> bool:
+        return False
+
+    def _save(self, run: Run, last: bool = False) -> None:
+        names = dict(self.names)
+        own.ModelCheckpoint._save(self, run, last)
+        if run.is_main_process and self.names.get(run.step) != names.get(run.step):
+            notify(run.trainer.loggers, self)
+
+    def _saves_at_end(self, run: Run) -> bool:
+        n, is_cut = self._epochs, not run.state.epoch_done
+        is_epoch_due = is_cut and n and not self._after_validations and not (run.state.epoch + 1) % n
+        is_due = run.preempted or is_epoch_due or (self._has_last_path and not self.names)
+        return bool(is_due) and own.ModelCheckpoint._saves_at_end(self, run)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if self.pickles:
@@ -233,9 +332,26 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
             trainer.strategy.barrier()
             self._files = files
 
+    def _as_score(self, value: float) -> torch.Tensor:
+        """The score as Lightning shows it: NaN is infinitely bad."""
+        worst = torch.inf if self.mode == "min" else -torch.inf
+        return torch.tensor(worst if math.isnan(value) else value)
+
     @property
     def best_k_models(self) -> dict[str, Any]:
-        return {path: None if score is None else torch.tensor(score) for path, score in super().best_k_models.items()}
+        """Path -> score of the ``save_top_k`` best checkpoints, best first; empty without ``monitor``, as in Lightning."""
+        if self.monitor is None:
+            return {}
+        ranked = super().best_k_models.items()
+        scores = {path: None if score is None else self._as_score(score) for path, score in ranked}
+        return scores if self.save_top_k == -1 else dict(islice(scores.items(), self.save_top_k))
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint's path, or without ``monitor`` the newest one's; empty if there is none, or with ``save_top_k=0``."""
+        if self.monitor is None and self.names and self.save_top_k:
+            return self._path(max(self.names))
+        return next(iter(self.best_k_models), "")
 
     @property
     def kth_best_model_path(self) -> str:
@@ -259,8 +375,10 @@ class ModelCheckpoint(Checkpoint, own.ModelCheckpoint):
         return str(self._files.get(step) or super()._path(step))
 
 
-class EarlyStopping(Callback, own.EarlyStopping):
+class EarlyStopping(NamesReason, Callback, own.EarlyStopping):
     """:class:`callbacks.EarlyStopping` with Lightning\'s arguments."""
+
+    _stopped_epoch: int | None = None
 
     @checking_arguments()
     def __init__(
@@ -271,13 +389,31 @@ class EarlyStopping(Callback, own.EarlyStopping):
     ) -> None:  # fmt: skip
         thresholds = check_finite, stopping_threshold, divergence_threshold
         own.EarlyStopping.__init__(self, monitor, abs(min_delta), patience, mode, *thresholds, strict)
-        self._at_train_epoch_end = check_on_train_epoch_end
+        self._at_train_epoch_end, self._after_validations = check_on_train_epoch_end, False
+
+    @property
+    def stopped_epoch(self) -> int:
+        """The epoch (from 0) in which this callback stopped the training; 0 if it did not."""
+        return self._stopped_epoch or 0
+
+    @stopped_epoch.setter
+    def stopped_epoch(self, value: int | None) -> None:
+        self._stopped_epoch = value
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._at_train_epoch_end and trainer.run.val_loaders:
-            reason = CALLBACKS["EarlyStopping"]["check_on_train_epoch_end"].with_validation
-            raise ValueError(f"EarlyStopping(check_on_train_epoch_end=True): {reason}")
+        self._after_validations = not acts_at_epoch_ends(
+            self, "check_on_train_epoch_end", self._at_train_epoch_end, trainer
+        )
         own.EarlyStopping.on_train_start(self, trainer.run, pl_module)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._training and self._after_validations:
+            self._check(trainer.run)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        run: Run = trainer.run
+        if self._training and not self._after_validations and not run.preempted:  # a resumed run ends the epoch
+            self._check(run)
 
 
 class GradientAccumulationScheduler(Callback):

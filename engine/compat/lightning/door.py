@@ -14,7 +14,13 @@ DOOR = Door(
     PACKAGE,
     PeerNames("lightning", Path(__file__).with_name("public_names.json")),
     home="pytorch",
-    parts=(PACKAGE, *(f"{_FOLDER}.{name}" for name in "callbacks module loggers strategies trainer utilities cli".split())),
+    parts=(
+        PACKAGE,
+        *(
+            f"{_FOLDER}.{name}"
+            for name in ["callbacks", "module", "loggers", "strategies", "trainer", "utilities", "cli"]
+        ),
+    ),
     looked_up=("pytorch.", "fabric.utilities.", "fabric.plugins.io.", "lightning_utilities."),
     by_name=CLASSES,
     by_place=PLACES,

@@ -31,6 +31,8 @@ def latest_values(run: Run | BeforeRun) -> dict[str, Any]:
     """
     values = dict(run.metrics)
     training = run.logbook.training
+    if run.logbook.sanity is not None:
+        values |= _with_unsuffixed(run.logbook.sanity.values)
     for slot, value in _step_values(run, training):
         values[slot.name] = value
         if slot.on_epoch:
@@ -50,7 +52,8 @@ def latest_values(run: Run | BeforeRun) -> dict[str, Any]:
 def latest_shown(run: Run | BeforeRun) -> dict[str, Any]:
     """The values of :func:`latest_values` that were logged with ``prog_bar=True``."""
     names = set(run.progress) | run.logbook.training.progress_names() | run.recorder.progress_names()
-    names |= set() if run.logbook.evaluation is None else run.logbook.evaluation.progress_names
+    for evaluation in (run.logbook.evaluation, run.logbook.sanity):
+        names |= set() if evaluation is None else evaluation.progress_names
     values = latest_values(run)
     forked = {name.removesuffix("_step") for name in values if name.endswith("_step")}
     return {name: value for name, value in values.items() if name in names and name not in forked}

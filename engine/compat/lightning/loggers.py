@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -9,8 +10,10 @@ from typing import Any, Literal
 import engine.callbacks as own
 from callbacks.loggers import ForwardingLogger as AdaptedLogger  # noqa: F401
 from callbacks.loggers import PlainLogger as Logger
+from callbacks.loggers.base import NOTHING
 from engine.compat.checked_arguments import with_arguments_of
 from engine.compat.lightning.arguments import LOGGERS
+from engine.compat.lightning.file_loggers import EventLogger, FileLogger, RowLogger
 from engine.distributed.rank_work import rank_zero_experiment as rank_zero_experiment
 from engine.loop.run import Run
 from engine.utils.log import logger as log
@@ -20,8 +23,8 @@ Folder = str | PathLike[str] | None
 
 
 class WrappedLogger(Logger):
-    """Wraps a logger of this library, ``ours``, under Lightning's name and arguments. It writes to the run's folder, which is ``root_dir``
-    (``save_dir/name/version``) or a numbered folder in it."""
+    """Wraps a logger of this library that sends values to a tracker, ``ours``, under Lightning's name and arguments. The run's folder is
+    ``root_dir`` (``save_dir/name/version``) or a numbered folder in it."""
 
     of: Any
     ours: Any
@@ -37,6 +40,11 @@ class WrappedLogger(Logger):
             version = f"version_{self.version}" if isinstance(self.version, int) else self.version
             self.root_dir = str(Path(expanded(self.save_dir)) / (self.name or "") / (version or ""))
         self.ours = self.of(**arguments)
+        self.ours.stands_for = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A run and a tracker belong to this process.
+        return {**vars(self), "_run": None, "_experiment": None}
 
     def translate_arguments(self, arguments: dict[str, Any]) -> Any:
         """Change ``arguments`` in place to those of the wrapped logger, and return the experiment's name."""
@@ -63,32 +71,48 @@ class WrappedLogger(Logger):
         return self.ours.experiment if self._run is None or self._run.module.attached else self._experiment
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        values = {name: float(value) for name, value in metrics.items()}
-        self.ours.on_log(self._run, self._run.module, values, self._run.step if step is None else step)
+        self.ours.log_metrics(metrics, step)
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.ours.log_hyperparams(params)
 
 
-class TensorBoardLogger(WrappedLogger):
-    """Our TensorBoard logger with Lightning's arguments."""
+class TensorBoardLogger(EventLogger):
+    """Our TensorBoard logger with Lightning's arguments; see :class:`FileLogger`."""
 
-    of = own.TensorBoardLogger
-
-    @with_arguments_of(WrappedLogger, LOGGERS)
+    @with_arguments_of(FileLogger, LOGGERS)
     def __init__(
         self, save_dir: Folder, name: str | None = "lightning_logs", version: int | str | None = None, log_graph: bool = False,
         default_hp_metric: bool = True, prefix: str = "", sub_dir: Folder = None, **kwargs: Any,
     ) -> None: ...  # fmt: skip
 
 
-class CSVLogger(WrappedLogger):
-    """Our CSV logger with Lightning's arguments."""
+class CSVLogger(RowLogger):
+    """Our CSV logger with Lightning's arguments; see :class:`FileLogger`."""
 
-    of = own.CSVLogger
-
-    @with_arguments_of(WrappedLogger, LOGGERS)
+    @with_arguments_of(FileLogger, LOGGERS)
     def __init__(
         self, save_dir: Folder, name: str | None = "lightning_logs", version: int | str | None = None, prefix: str = "",
         flush_logs_every_n_steps: int = 100,
     ) -> None: ...  # fmt: skip
+
+
+class DummyLogger(Logger):
+    """Takes every call of a logger, also of methods that loggers do not have, and does nothing; ``Trainer(fast_dev_run=True)`` has it."""
+
+    name = version = ""
+    experiment = NOTHING
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getitem__(self, number: int) -> DummyLogger:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
 
 
 class WandbLogger(WrappedLogger):
@@ -124,5 +148,3 @@ class MLFlowLogger(WrappedLogger):
     def translate_arguments(self, arguments: dict[str, Any]) -> Any:
         arguments["tracking_uri"] = arguments.get("tracking_uri") or self.save_dir or "./mlruns"
         return arguments.setdefault("experiment_name", "lightning_logs")
-
-

@@ -50,6 +50,12 @@ class FitLoopView(_Part):
     _data_source = property(lambda self: DataSourceView(self._trainer, "train"), doc="The training data.")
 
     @property
+    def restarting(self) -> bool:
+        """Whether the training has resumed from a checkpoint, and has done no step since."""
+        run = self._run
+        return run.loaded_from is not None and run.step == run.first_step
+
+    @property
     def epoch_progress(self) -> SimpleNamespace:
         """``current`` and ``total``, which both count the completed epochs."""
         return _progress(self._run.state.epoch, self._run.state.epoch)
@@ -106,6 +112,23 @@ class EpochLoopView(_Part):
         progress = _progress(state.batch_idx, state.batches, self.batch_idx + 1, self.total_batch_idx + 1)
         progress.is_last_batch = self._trainer.is_last_batch
         return progress
+
+
+class EvaluationLoopView(_Part):
+    """Lightning's loop of ``validate``, ``test`` or ``predict``, as a view."""
+
+    def __init__(self, trainer: Any, stage: str) -> None:
+        super().__init__(trainer)
+        vars(self)["_stage"] = stage
+
+    @property
+    def max_batches(self) -> list[int | float]:
+        """By loader, this rank's number of batches; empty outside of such a run."""
+        batches: list[int | float] = self._trainer._lengths(self._stage)
+        return batches
+
+    num_dataloaders = property(lambda self: len(self.max_batches), doc="The number of loaders.")
+    restarting = False
 
 
 class DataSourceView(_Part):

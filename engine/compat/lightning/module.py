@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
+import torch
 from torch import nn
 
 from engine.compat.lightning import pickled_checkpoint
 from engine.compat.lightning.events import WITH_STAGE, lightning_arguments, with_stage
+from engine.compat.lightning.optimizer import LightningOptimizer
 from engine.data.datamodule import DataModule
 from engine.loop.run import Run
 from engine.metrics.recorder import ClosedRecorder, Recorder
 from engine.module import TrainModule, overrides
-from engine.step.wrappers import PreparedOptimizer as LightningOptimizer  # noqa: F401
 
 T = TypeVar("T")
 _TRANSLATED = ("on_train_batch_end", *WITH_STAGE)
@@ -49,6 +50,12 @@ class LightningModule(TrainModule):
     def trainer(self, trainer: Any) -> None:
         self._trainer = trainer
 
+    def _outside_run(self, name: str) -> Any:
+        if name in ("logger", "loggers"):
+            loggers: list[Any] = [] if self._trainer is None else self._trainer.loggers
+            return loggers if name == "loggers" else next(iter(loggers), None)
+        return super()._outside_run(name)
+
     def attach(self, context: Any) -> None:
         if context is not None and self._trainer is not None:
             self._trainer.attach_run(context)
@@ -59,6 +66,14 @@ class LightningModule(TrainModule):
             if context is not None:
                 part.trainer = self.trainer
             TrainModule.attach(part, context)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer of ``configure_optimizers``, or a list of several, with ``optimizer`` and ``toggle_model``; with ``use_pl_optimizer=False``
+        without these."""
+        optimizers = self._attached("optimizers()").optimizers
+        if use_pl_optimizer:
+            optimizers = [LightningOptimizer(optimizer, self) for optimizer in optimizers]
+        return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def log_to(self, recorder: Recorder | ClosedRecorder) -> None:
         super().log_to(recorder)
@@ -77,9 +92,20 @@ class LightningModule(TrainModule):
         """
         if hparams_file is not None:
             raise ValueError("load_from_checkpoint(hparams_file=...): give the hyperparameters as arguments")
-        device = next(iter(map_location.values()), None) if isinstance(map_location, dict) else map_location
+        device = _device_of(map_location)
         with pickled_checkpoint.readable(checkpoint_path) as path:
             return super().load_from_checkpoint(path, strict=strict is not False, map_location=device, **kwargs)
+
+
+def _device_of(map_location: Any) -> Any:
+    """The device that ``map_location`` of ``torch.load`` gives to tensors in a checkpoint here, whose files have them on the CPU; ``None``: the
+    default."""
+    if isinstance(map_location, Mapping):
+        return next(iter(map_location.values()), None)
+    if callable(map_location):
+        storage = map_location(torch.UntypedStorage(0), "cpu")
+        return None if storage is None else storage.device
+    return map_location
 
 
 def parts_that_log(module: nn.Module, kind: type[T]) -> list[T]:

@@ -119,7 +119,6 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     },
 }
 """Our class -> attributes of ``Trainer`` (``"Fit"``, ``"Run"``, ``"Result"``) or Fabric (``"Engine"``) that it lacks -> what to use instead."""
-_LOOPS = "the loops are functions without a state of their own: counters are in self.run.state"
 VIEW = {
     **dict.fromkeys(
         ("fit", "validate", "test", "predict"), "a run trains and evaluates through the Fit that started it"
@@ -128,11 +127,9 @@ VIEW = {
     "barebones": "there is nothing to switch off",
     "distributed_sampler_kwargs": "use trainer.world_size and trainer.global_rank",
     "enable_validation": "use trainer.val_dataloaders",
-    **dict.fromkeys(("validate_loop", "test_loop", "predict_loop"), _LOOPS),
     "init_module": "build parts of the model in configure_model",
     "max_time": "use self.run.settings.max_time",
     **dict.fromkeys(("precision_plugin", "scaler"), "use trainer.precision, and self.run.engine"),
-    "profiler": "use torch.profiler.record_function(name): callbacks=[Profiler()] shows it",
     "reload_dataloaders_every_n_epochs": "a dataset may read other files from set_epoch or in each pass",
 }
 """Attributes of Lightning's ``Trainer`` that a :class:`TrainerView` lacks -> what to use instead."""
@@ -232,14 +229,9 @@ CLASSES = {
     "Accelerator": "give Trainer(accelerator='cpu' or 'gpu')",
     "CPUAccelerator": "give Trainer(accelerator='cpu')",
     "AdvancedProfiler": "use SimpleProfiler, PyTorchProfiler, or python -m cProfile",
-    "BatchSizeFinder": "call callbacks.find_batch_size(module, loader), and set what it finds",
-    "LearningRateFinder": "call callbacks.find_lr(module, loader), and set what it finds",
-    "Tuner": "call callbacks.find_lr(module, loader) or find_batch_size, and set what it finds",
     "ModelPruning": "use callbacks.Pruning(...)",
-    "OnExceptionCheckpoint": "ModelCheckpoint saves the last complete step after an error",
     "SpikeDetection": "use callbacks.SpikeGuard()",
     "ThroughputMonitor": "use callbacks.ThroughputMonitor()",
-    "Timer": "give Trainer(max_time=...)",
     **dict.fromkeys(("CometLogger", "NeptuneLogger"), _LOGGERS),
     "DeepSpeedStrategy": "give engine.DeepSpeed(stage=2, ...), or its name, 'deepspeed_stage_2'",
     "ModelParallelStrategy": "give engine.MeshParallel(tp=..., dp_shard=...)",
@@ -249,16 +241,10 @@ CLASSES = {
 }
 """Lightning's classes without a class of this name here -> what to use instead."""
 BOUND = {
-    **{
-        name: CLASSES[name]
-        for name in (
-            "BatchSizeFinder",
-            "LearningRateFinder",
-            "ModelPruning",
-            "OnExceptionCheckpoint",
-            "ThroughputMonitor",
-        )
-    },
+    **{name: CLASSES[name] for name in ("ModelPruning", "ThroughputMonitor")},
+    "BatchSizeFinder": "call callbacks.find_batch_size(module, loader), and set what it finds",
+    "LearningRateFinder": "call callbacks.find_lr(module, loader), and set what it finds",
+    "OnExceptionCheckpoint": "ModelCheckpoint saves the last complete step after an error",
     "BasePredictionWriter": "subclass callbacks.BasePredictionWriter",
     "DeviceStatsMonitor": "use callbacks.DeviceStatsMonitor()",
     "EMAWeightAveraging": "use callbacks.EMA(decay=...)",
@@ -293,7 +279,9 @@ PARTS = {
 }
 """Part of Lightning -> what to do about names in it that have no counterpart."""
 
-_HELPER = "Lightning uses it inside its own Trainer: copy it into your project, or import it from the installed Lightning"
+_HELPER = (
+    "Lightning uses it inside its own Trainer: copy it into your project, or import it from the installed Lightning"
+)
 PLACES = {
     "": _HELPER,
     "fabric.": "Fabric's parts have no counterpart: a loop of your own uses engine.Engine",
@@ -307,7 +295,7 @@ PLACES = {
     "pytorch.profilers.": CLASSES["AdvancedProfiler"],
     "pytorch.strategies.": "give Trainer(strategy=...) a name, or an object such as DDP, FSDP, DeepSpeed or MeshParallel of engine",
     "pytorch.trainer.": "it is inside Lightning's Trainer; self.trainer.run has what a run is made of",
-    "pytorch.tuner.": CLASSES["Tuner"],
+    "pytorch.tuner.": "Tuner(trainer).lr_find and scale_batch_size search before a training",
 }
 """Beginning of a module's path in the package ``lightning`` -> what to use instead of its names that have no counterpart."""
 MODULES = {

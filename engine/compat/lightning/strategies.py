@@ -23,7 +23,9 @@ class AsBase(type):
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         base = cls.__bases__[0]
-        if isinstance(base, AsBase):  # not when the class is defined: packages that define it are also imported for other purposes
+        if isinstance(
+            base, AsBase
+        ):  # not when the class is defined: packages that define it are also imported for other purposes
             named = next(kind for kind in cls.__mro__ if not isinstance(kind, AsBase))
             raise TypeError(f"{cls.__name__}({base.__name__}): subclass engine.{named.__name__}, whose methods differ")
         if args:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from engine.callback import Callback
 from engine.compat.checked_arguments import checking_arguments
@@ -14,17 +18,24 @@ from engine.compat.lightning import pickled_checkpoint
 from engine.compat.lightning.adapters import adapt
 from engine.compat.lightning.before_run import BeforeRun
 from engine.compat.lightning.callback import Callback as NamedCallback
+from engine.compat.lightning.callback_log import let_log
+from engine.compat.lightning.default_dtype import default_dtype
+from engine.compat.lightning.environment_defaults import with_environment_defaults
 from engine.compat.lightning.events import TrainerStatus, original
+from engine.compat.lightning.file_loggers import FileLogger
 from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
 from engine.compat.lightning.module import LightningModule
+from engine.compat.lightning.searches import Finder
+from engine.compat.lightning.shared_hyperparameters import check_shared
 from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401  # packages import it from there
-from engine.compat.lightning.trainer_translation import translate
+from engine.compat.lightning.trainer_translation import run_root, translate
 from engine.compat.lightning.trainer_view import TrainerView, Values
 from engine.compat.lightning.utilities import tell_lightning_utilities
 from engine.compat.refusals import refuse_stand_ins
 from engine.fit import Fit
 from engine.loop.run import Run
 from engine.loop.state import Result
+from engine.step.precision import Precision
 from engine.utils.extensions import hint
 from engine.utils.log import logger
 from engine.utils.paths import expanded
@@ -41,6 +52,7 @@ class Trainer(TrainerView):
     """The result of the latest training."""
 
     # fmt: off
+    @with_environment_defaults
     @checking_arguments(but=("callbacks", "logger"))  # objects of other classes are adapted
     def __init__(
         self, *, accelerator: str = "auto", strategy: Any = "auto", devices: list[int] | str | int = "auto", num_nodes: int = 1,
@@ -67,7 +79,7 @@ class Trainer(TrainerView):
         active = [*translation.other_callbacks, *(callback for callback in translation.callbacks if not getattr(callback, "idle", False))]
         self._fit = Fit(**translation.settings, callbacks=[*map(_logger, translation.loggers), *map(adapt, active)])
         self._module: Any = None
-        self._trained: Run | None = None
+        self._trained: Run | BeforeRun | None = None
         self._datamodule: Any = None
         super().__init__(BeforeRun(self._fit.settings))
 
@@ -83,9 +95,23 @@ class Trainer(TrainerView):
     ) -> None:  # fmt: skip
         """Train ``model``. ``ckpt_path``: the checkpoint to resume from; ``"last"``: the newest one, if there is any."""
         model, loaders, datamodule = self._adapt_objects(model, train_dataloaders, datamodule)
+        finders = [callback for callback in self._callbacks if isinstance(callback, Finder)]
+        if finders:
+            if ckpt_path is not None:
+                raise ValueError(f"{type(finders[0]).__name__} searches before a new training: leave it out, or ckpt_path")
+            self.search_with(finders, model, loaders, datamodule)
+            model, loaders, datamodule = self._adapt_objects(model, loaders, datamodule)
         pickled_checkpoint.check_complete(ckpt_path)
-        with pickled_checkpoint.readable("auto" if ckpt_path == "last" else ckpt_path, self._arguments["plugins"]) as resume:
+        self._choose_root(trains=True, resumes=ckpt_path == "last")
+        resume_from = "auto" if ckpt_path == "last" else ckpt_path
+        with pickled_checkpoint.readable(resume_from, self._arguments["plugins"]) as resume, self._default_dtype(model):
             self.result = self._fit.run(model, loaders, val_dataloaders, datamodule=datamodule, resume=resume)
+
+    def search_with(self, finders: Sequence[Finder], model: Any, loaders: Any, datamodule: Any) -> None:
+        """Let ``finders`` search for a learning rate or a batch size before a training with these objects."""
+        model, loaders, datamodule = self._adapt_objects(model, loaders, datamodule)
+        for finder in finders:
+            finder.search(self._fit, model, loaders, datamodule)
 
     def validate(
         self, model: Any = None, dataloaders: Any = None, ckpt_path: Any = None, verbose: bool = True, datamodule: Any = None,
@@ -121,7 +147,9 @@ class Trainer(TrainerView):
         if ckpt_path == "best":
             ckpt_path = getattr(self.checkpoint_callback, "best_model_path", None) or "best"
         model, loaders, datamodule = self._adapt_objects(model, loaders, datamodule)
-        with pickled_checkpoint.readable(ckpt_path, self._arguments["plugins"]) as checkpoint:
+        self._choose_root(trains=False, resumes=False)
+        plugins = self._arguments["plugins"]
+        with pickled_checkpoint.readable(ckpt_path, plugins) as checkpoint, self._default_dtype(model):
             results = getattr(self._fit, verb)(model, loaders, datamodule=datamodule, checkpoint=checkpoint, **options)
         if verbose and self.progress_bar_callback is None:
             for number, metrics in enumerate(results):
@@ -142,18 +170,33 @@ class Trainer(TrainerView):
             part.trainer = self
         return model, loaders, datamodule
 
+    def _default_dtype(self, model: LightningModule) -> AbstractContextManager[None]:
+        return default_dtype(model, Precision.parse(self._fit.settings.precision).parameters)
+
+    def _choose_root(self, *, trains: bool, resumes: bool) -> None:
+        """Let the next run write into the folder of its first logger. ``resumes``: it trains on from the newest checkpoint there is."""
+        for entry in self._loggers if trains else ():
+            if isinstance(entry, FileLogger):
+                entry.renew(resumes=resumes)
+        root_dir = run_root(self._loggers, self.default_root_dir)
+        self._fit.settings = replace(self._fit.settings, root_dir=root_dir)
+
     def attach_run(self, run: Run) -> None:
         """Make ``run``, which is starting, the trainer's current run; called by the module."""
         if run.world_size > 1 and not self._arguments["use_distributed_sampler"]:
             argument = "use_distributed_sampler"
             raise ValueError(f"Trainer({argument}=False) has no counterpart on {run.world_size} ranks{hint('setting', argument)}")
+        if self._loggers and run.datamodule is not None:
+            check_shared(run.module, run.datamodule)
         if run.stage == "fit":
+            run.loaders.reload_every = self._arguments["reload_dataloaders_every_n_epochs"]
             self._continue_counters(run)
             self._trained = run
         self._run, run.trainer = run, self
+        let_log(run.callbacks, run.module)
         tell_lightning_utilities(run.rank)
         for entry in self._loggers:
-            if isinstance(entry, WrappedLogger):
+            if isinstance(entry, (WrappedLogger, FileLogger)):
                 entry.attach_run(run)
 
     def _continue_counters(self, run: Run) -> None:
@@ -196,15 +239,48 @@ class Trainer(TrainerView):
             complete_file.unlink()
         run.engine.wait_for_everyone()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A run belongs to this process. A copy or a pickle has the settings, the objects, the counters and the values, and can train on.
+        run = BeforeRun.instead_of(self._run, self._fit.settings, self.callback_metrics)
+        trained = None if self._trained is None else BeforeRun.instead_of(self._trained, self._fit.settings, {})
+        return {**vars(self), "_run": run, "_trained": trained}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
     # -- attributes that differ from the view's -----------------------------------------------------------------------------------
 
+    @property
+    def profiler(self) -> Any:
+        """The given profiler if it is an object with ``profile``, else one that names parts of the code for torch's profiler."""
+        profiler = self._arguments["profiler"]
+        return profiler if hasattr(profiler, "profile") else super().profiler
+
     device_ids = property(lambda self: [*range(self.num_devices)], doc="One index per process of this machine.")
-    callbacks = property(lambda self: self._callbacks, doc="The given callbacks and Lightning's default ones.")
+    callbacks = property(
+        lambda self: self._callbacks if isinstance(self._run, BeforeRun) else with_those_of_module(self._callbacks, self._run),
+        doc="The given callbacks and Lightning's default ones, in a run and after it also those of the module.",
+    )  # fmt: skip
     loggers = property(lambda self: self._loggers, doc="The given loggers, or Lightning's default one.")
     logger = property(lambda self: next(iter(self._loggers), None), doc="The first of :attr:`loggers`, or ``None``.")
     model = lightning_module = property(lambda self: original(self._module), doc="The module.")
     datamodule = property(lambda self: original(self._datamodule), doc="The data module, or ``None``.")
-    default_root_dir = property(lambda self: str(self._arguments["default_root_dir"] or "."), doc="The argument of this name.")
+
+    @property
+    def default_root_dir(self) -> str:
+        """The argument of this name, with the home directory for ``~``; by default the current folder."""
+        root = self._arguments["default_root_dir"]
+        if root is None:
+            return os.getcwd()
+        return str(root) if "://" in str(root) else os.path.normpath(expanded(root))
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of the first logger, or else of the run; before a run ``default_root_dir``."""
+        if not isinstance(self._run, BeforeRun):
+            return super().log_dir
+        folder = getattr(self.logger, "log_dir", None) or getattr(self.logger, "save_dir", None)
+        return self.default_root_dir if folder is None else str(folder)
 
     @property
     def _training(self) -> Run | BeforeRun:
@@ -212,7 +288,9 @@ class Trainer(TrainerView):
 
     @property
     def callback_metrics(self) -> Values:
-        return Values() if isinstance(self._run, BeforeRun) else super().callback_metrics
+        if isinstance(self._run, BeforeRun):
+            return Values({name: torch.tensor(value) for name, value in self._run.values.items()})
+        return super().callback_metrics
 
     @property
     def _stage(self) -> str:
@@ -224,8 +302,21 @@ class Trainer(TrainerView):
         return state if self._stage or state.stopped else replace(state, status=TrainerStatus.FINISHED if state.fn else TrainerStatus.INITIALIZING)
 
 
+def with_those_of_module(callbacks: list[Any], run: Run) -> list[Any]:
+    """Add the callbacks of the run's module to the trainer's; they replace those of the same classes. Those that save checkpoints come last."""
+    of_settings = {id(original(callback)) for callback in run.settings.callbacks}
+    of_module = [original(callback) for callback in run.callbacks if id(original(callback)) not in of_settings]
+    kinds = {type(callback) for callback in of_module}
+    both = [*(callback for callback in callbacks if type(callback) not in kinds), *of_module]
+    return sorted(both, key=lambda callback: getattr(callback, "is_checkpoint", False)) if of_module else callbacks
+
+
 def _logger(logger: Any) -> Any:
     """The logger to pass to ``Fit``: the one inside a wrapper, one of ours as it is, any other object adapted."""
-    if isinstance(logger, WrappedLogger):
+    if isinstance(logger, (WrappedLogger, FileLogger)):
         return logger.ours
-    return logger if isinstance(logger, Logger) else AdaptedLogger(logger)
+    if isinstance(logger, Logger):
+        return logger
+    adapted = AdaptedLogger(logger)
+    adapted.stands_for = logger
+    return adapted

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from engine.compat.lightning.events import RunningStage, TrainerFn, TrainerStatus
+from engine.compat.lightning.events import RunningStage, TrainerFn, TrainerStatus, original
 from engine.compat.lightning.names import OF_STRATEGIES, OF_STRATEGY
+from engine.data.loader import BatchTransfer
 from engine.distributed.collectives import broadcast_object
 from engine.engine import Engine
+from engine.loop.loaders import hooked_transfer
+from engine.prepared import raw
 from engine.utils.accelerator import count, device_type
 from engine.utils.extensions import attribute_error
 
@@ -57,11 +62,43 @@ class AcceleratorConnector:
         self.is_distributed = len(indices) > 1
 
 
+class ProfilerView:
+    """``trainer.profiler``: names parts of the code for torch's profiler, which ``callbacks.Profiler`` writes."""
+
+    dirpath = filename = None
+
+    def __init__(self) -> None:
+        self._open: dict[str, Any] = {}
+
+    @contextmanager
+    def profile(self, action_name: str) -> Iterator[None]:
+        """Inside the block the profiler sees ``action_name``."""
+        with torch.profiler.record_function(action_name):
+            yield
+
+    def start(self, action_name: str) -> None:
+        """Begin the part ``action_name``."""
+        self._open[action_name] = torch.profiler.record_function(action_name)
+        self._open[action_name].__enter__()
+
+    def stop(self, action_name: str) -> None:
+        """End the part ``action_name``."""
+        self._open.pop(action_name).__exit__(None, None, None)
+
+    def describe(self) -> None:
+        """Do nothing: a profiler reports by itself at the training's end."""
+
+    def summary(self) -> str:
+        """An empty text: a profiler reports by itself."""
+        return ""
+
+
 class StrategyView:
     """The part of Lightning's ``trainer.strategy`` that modules use; the strategy itself is ``run.engine.strategy``."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, run: Any) -> None:
+        self._engine: Engine = run.engine
+        self._run = run
 
     def __getattr__(self, name: str) -> NoReturn:
         sentence = OF_STRATEGIES.get(name, OF_STRATEGY)
@@ -91,6 +128,15 @@ class StrategyView:
     def world_size(self) -> int:
         """The number of processes in the job."""
         return self._engine.num_processes
+
+    model = lightning_module = property(lambda self: original(self._run.module), doc="The module.")
+    optimizers = property(lambda self: [raw(optimizer) for optimizer in self._run.optimizers], doc="The optimizers.")
+    lr_scheduler_configs = property(lambda self: list(self._run.schedulers), doc="The trainer's.")
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Return ``batch`` on ``device``, by default this process's, moved by the hooks of the data module or the module."""
+        transfer = hooked_transfer(self._run.module, self._run.datamodule, dataloader_idx) or BatchTransfer()
+        return transfer.move(batch, device or self.root_device, None)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint file or folder that ``TrainerView.save_checkpoint`` has written; only rank 0 deletes it."""

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import engine.callbacks as own
 from engine.compat.lightning import callbacks as named
 from engine.compat.lightning import trainer_settings as config
 from engine.compat.lightning.callback import lightning_base
-from engine.compat.lightning.loggers import CSVLogger, TensorBoardLogger
+from engine.compat.lightning.file_loggers import FileLogger
+from engine.compat.lightning.log_folders import version_folder
+from engine.compat.lightning.loggers import CSVLogger, DummyLogger, TensorBoardLogger, WrappedLogger
 from engine.compat.lightning.strategies import SingleDeviceStrategy
 from engine.config.kinds import wrong_type
+from engine.utils.paths import expanded
 
 _PROFILERS = {"simple": named.SimpleProfiler, "pytorch": named.PyTorchProfiler}
 _DEFAULTS = {
@@ -47,9 +52,6 @@ def translate(arguments: Mapping[str, Any]) -> Translated:
         arguments = {**arguments, **arguments["strategy"].trainer_arguments(arguments)}
     settings, batches = config.settings(arguments)
     loggers, profiler = _loggers(arguments), arguments["profiler"]
-    root_dir = next((logger.root_dir for logger in loggers if getattr(logger, "root_dir", None) is not None), None)
-    if loggers:
-        settings["root_dir"] = root_dir or settings["root_dir"] / "lightning_logs"
     callbacks = _callbacks(arguments, settings)
     if isinstance(profiler, str):
         profiler = _PROFILERS[profiler]()
@@ -58,14 +60,32 @@ def translate(arguments: Mapping[str, Any]) -> Translated:
     return Translated(settings, loggers, callbacks, other_callbacks)
 
 
+def run_root(loggers: list[Any], root_dir: str) -> Path:
+    """The ``root_dir`` of a run: the folder of the first logger. ``root_dir``: the trainer's ``default_root_dir``."""
+    first = next(iter(loggers), None)
+    if first is None or isinstance(first, DummyLogger):
+        return Path(root_dir)
+    if isinstance(first, FileLogger):
+        return Path(first.run_root)
+    if isinstance(first, WrappedLogger):
+        return Path(first.root_dir or os.path.join(root_dir, "lightning_logs"))
+    name, version = getattr(first, "name", None), getattr(first, "version", None)
+    if name is None or version is None:
+        return Path(root_dir, "lightning_logs")
+    save_dir = getattr(first, "save_dir", None) or root_dir
+    return Path(expanded(version_folder(os.path.join(save_dir, str(name)), version)))
+
+
 def _loggers(arguments: Mapping[str, Any]) -> list[Any]:
     """The loggers that the arguments ask for, or Lightning's default one."""
     value = arguments["logger"]
-    if arguments["barebones"] or arguments["fast_dev_run"] or value is False:
+    if arguments["barebones"] or value is False or (isinstance(value, (list, tuple)) and not value):
         return []
+    if arguments["fast_dev_run"]:
+        return [DummyLogger()]
     if value is None or value is True:
         has_tensorboard = any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX")))
-        return [TensorBoardLogger(save_dir=None) if has_tensorboard else CSVLogger(save_dir=None)]
+        return [(TensorBoardLogger if has_tensorboard else CSVLogger)(arguments["default_root_dir"] or os.getcwd())]
     loggers = list(value) if isinstance(value, (list, tuple, set)) else [value]
     for entry in loggers:
         if not hasattr(entry, "log_metrics"):

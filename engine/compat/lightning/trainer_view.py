@@ -10,12 +10,14 @@ import torch
 
 import engine.callbacks as own
 from engine.compat.lightning.before_run import BeforeRun
+from engine.compat.lightning.callback_log import let_log
 from engine.compat.lightning.events import RunningStage, TrainerFn, TrainerStatus, original
 from engine.compat.lightning.logged_values import Values, latest_shown, latest_values, names_withheld
-from engine.compat.lightning.loop_view import FitLoopView
+from engine.compat.lightning.loop_view import EvaluationLoopView, FitLoopView
 from engine.compat.lightning.names import OF_RUN, VIEW
 from engine.compat.lightning.rank_loaders import loaders_as_given
-from engine.compat.lightning.trainer_parts import AcceleratorConnector, StrategyView, TrainerState
+from engine.compat.lightning.trainer_parts import AcceleratorConnector, ProfilerView, StrategyView, TrainerState
+from engine.config.duration import NEVER
 from engine.loop.run import Run
 from engine.loop.state import status_of
 from engine.utils.extensions import attribute_error
@@ -32,6 +34,8 @@ class TrainerView:
 
     def __init__(self, run: Run | BeforeRun) -> None:
         object.__setattr__(self, "_run", run)
+        if isinstance(run, Run):
+            let_log(run.callbacks, run.module)
 
     def __getattr__(self, name: str) -> NoReturn:
         if hasattr(
@@ -72,7 +76,10 @@ class TrainerView:
     @property
     def max_steps(self) -> int:
         """The maximum number of optimizer steps; -1 if unlimited."""
-        return -1 if self._run.max_steps is None else int(self._run.max_steps)
+        if self.fast_dev_run:
+            return int(self.fast_dev_run)
+        steps = self._run.max_steps
+        return -1 if steps is None or steps >= NEVER else int(steps)
 
     def set_limit(self, name: str, value: int | None) -> None:
         """Set ``"max_epochs"`` or ``"max_steps"`` of the training to ``value``; ``None`` removes the limit. All ranks must call this."""
@@ -110,7 +117,7 @@ class TrainerView:
     @property
     def num_training_batches(self) -> int | float:
         """The number of micro-batches per epoch on this rank, within the limits; infinite if unknown."""
-        return _length(self._training.num_train_batches)
+        return _length(self._training.num_train_batches, self.limit_train_batches)
 
     @property
     def num_val_batches(self) -> list[int | float]:
@@ -134,7 +141,11 @@ class TrainerView:
         return self._lengths("predict")
 
     def _lengths(self, *stages: str) -> list[int | float]:
-        return [_length(batches) for batches in self._run.num_eval_batches] if self._run.stage in stages else []
+        if self._run.stage not in stages:
+            return []
+        stage = "val" if stages[-1] in ("sanity", "validate") else stages[-1]
+        limit = getattr(self, f"limit_{stage}_batches")
+        return [_length(batches, limit) for batches in self._run.num_eval_batches]
 
     @property
     def is_last_batch(self) -> bool:
@@ -244,7 +255,8 @@ class TrainerView:
     def should_stop(self) -> bool:
         """Whether somebody asked the training to stop early. Setting it to True asks for that, as ``run.stop()`` does."""
         training = self._training
-        return training.stop_request is not None or status_of(training.stop_reason) == "stopped"
+        has_request = training.stop_request is not None or bool(training.waiting_stops)
+        return has_request or status_of(training.stop_reason) == "stopped"
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
@@ -300,6 +312,14 @@ class TrainerView:
     )
 
     fit_loop = property(lambda self: FitLoopView(self), doc="The parts of Lightning's loops that modules read.")
+    validate_loop = property(lambda self: EvaluationLoopView(self, "validate"), doc="The validation's loop.")
+    test_loop = property(lambda self: EvaluationLoopView(self, "test"), doc="The test's loop.")
+    predict_loop = property(lambda self: EvaluationLoopView(self, "predict"), doc="The prediction's loop.")
+
+    @property
+    def profiler(self) -> Any:
+        """Names parts of the code for torch's profiler."""
+        return vars(self).setdefault("_profiler", ProfilerView())
 
     # -- objects ----------------------------------------------------------------------------------------------------------------
 
@@ -360,7 +380,7 @@ class TrainerView:
     # -- ranks ------------------------------------------------------------------------------------------------------------------
 
     strategy = property(
-        lambda self: StrategyView(self._run.engine),
+        lambda self: StrategyView(self._run),
         doc="A view of the strategy with ``root_device``, ``barrier`` and ``broadcast``.",
     )
     is_global_zero = property(lambda self: self._run.is_main_process, doc="Whether this is rank 0.")
@@ -425,8 +445,11 @@ class TrainerView:
             print(*args, **kwargs)
 
 
-def _length(number: int | None) -> int | float:
-    return math.inf if number is None else number
+def _length(number: int | None, limit: int | float) -> int | float:
+    """The number of micro-batches in a loader; if unknown, the ``limit`` if that is a number of batches, else infinite."""
+    if number is not None:
+        return number
+    return limit if isinstance(limit, int) else math.inf
 
 
 def _device_ids(run: Run | BeforeRun) -> list[int]:

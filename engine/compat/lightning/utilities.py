@@ -25,6 +25,7 @@ from engine.compat.lightning.events import TrainerFn as TrainerFn
 from engine.compat.lightning.events import TrainerStatus as TrainerStatus
 from engine.compat.lightning.pickled_checkpoint import load as _load  # noqa: F401
 from engine.compat.lightning.plugins import CheckpointIO as CheckpointIO
+from engine.compat.lightning.searches import Tuner as Tuner
 from engine.compat.refusals import refused_class
 from engine.config.hyperparameters import HParams as AttributeDict  # noqa: F401
 from engine.data.combined import CombinedLoader as CombinedLoader

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from inspect import Parameter, Signature
 from typing import Any
 
-from engine.compat.lightning.arguments import CALLBACKS
 from engine.compat.lightning.trainer_settings import check_callbacks, settings
 from engine.compat.migrate.imports import ClassInfo
 from engine.compat.migrate.stand_ins import stand_in
@@ -96,21 +95,6 @@ def constructor(call: ast.Call, classes: Sequence[Any]) -> str:
         else:
             return ""
     return refusal
-
-
-def after_validation(name: str, call: ast.Call, parameters: Signature) -> str:
-    """Why Lightning's callback ``name``, constructed by ``call``, would fail in a training with validation; empty if it would not."""
-    values = literals(call, parameters)
-    monitors = values.get("monitor") or any(
-        keyword.arg == "monitor" and keyword.arg not in values for keyword in call.keywords
-    )
-    rows = CALLBACKS.get(name, {}).items() if monitors else ()
-    reasons = (
-        f"{argument}=True: {row.with_validation}"
-        for argument, row in rows
-        if row.with_validation and values.get(argument) is True
-    )
-    return next(reasons, "")
 
 
 def follows_validation(config: ast.Dict, cls: ClassInfo) -> bool:

@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeAlias
 from engine.compat.lightning.checks import refused_hook
 from engine.compat.lightning.names import CHECKPOINT, FILES, REPLACED
 from engine.compat.migrate.argument_values import (
-    after_validation,
     constructor,
     follows_validation,
     log_options,
@@ -255,8 +254,6 @@ def _refused_values(api: Api, call: ast.Call, match: Counterpart) -> str:
     if api.name == "Trainer" and (parameters := signature(match.interop_object)) is not None:
         return trainer_arguments(call, parameters)
     if api.path.startswith("callbacks."):
-        if (parameters := signature(match.interop_object)) and (reason := after_validation(api.name, call, parameters)):
-            return reason
         return constructor(call, [cls for cls in (match.interop_object, find_in_engine(api)[0]) if cls])
     return ""
 

@@ -46,7 +46,7 @@ class HFModule(TrainModule):
         optimizer: a name in ``torch.optim`` in any case, or a function of the parameter groups and ``lr``, such as an optimizer's class.
         lr: the learning rate at the end of the warm-up.
         weight_decay: the weight decay of all trained parameters except norms and biases.
-        scheduler: a name for ``transformers.get_scheduler``, which steps once per optimizer step; ``None``: a constant learning rate.
+        scheduler: a name of ``transformers.get_scheduler``; it steps once per optimizer step. ``None``: a constant learning rate.
         warmup: the number of warm-up steps, or, as a float below 1, a fraction of all steps.
         optimizer_args, scheduler_args: further arguments of the two, such as ``{"betas": (0.9, 0.95)}`` and ``{"num_cycles": 2}``.
         total_steps: the number of steps of the schedule; by default those of the training.

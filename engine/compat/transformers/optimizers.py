@@ -12,12 +12,16 @@ from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 from transformers.trainer_utils import SchedulerType
 
+from engine.step.named_schedules import lr_schedule, needs_length, warmup_steps
 from engine.utils.errors import nearest
 
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """Patterns of the names of parameters without weight decay, as in ``transformers.Trainer``."""
 PLATEAU = SchedulerType.REDUCE_ON_PLATEAU.value
 _WITHOUT_LENGTH = ("constant", "constant_with_warmup", "inverse_sqrt")
+_WITHOUT_WARMUP = (SchedulerType.CONSTANT.value, PLATEAU)
+_OWN_NAMES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+"""The schedules of transformers that :func:`engine.lr_schedule` has, with its names."""
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -66,17 +70,6 @@ def make_optimizer(
     return make(groups, lr=lr, **options)
 
 
-def warmup_steps(warmup: int | float, total: int | None) -> int:
-    """The number of warm-up steps, given as such or as a fraction (a float below 1) of all steps."""
-    if isinstance(warmup, float) and warmup < 1:
-        if total is None:
-            raise ValueError(
-                f"warmup={warmup} is a fraction of the training, whose length is not known: give a number of steps"
-            )
-        return -int(-total * warmup // 1)
-    return int(warmup)
-
-
 def make_schedule(
     name: str,
     optimizer: Optimizer,
@@ -85,23 +78,34 @@ def make_schedule(
     options: Mapping[str, Any],
     monitor: str,
 ) -> dict[str, Any]:
-    """Create a schedule with :func:`transformers.get_scheduler`; return the dict for ``configure_optimizers``.
+    """Create a schedule by its name in transformers: :func:`engine.lr_schedule` has the usual ones, ``transformers.get_scheduler`` the others.
 
     Args:
         total: returns the number of optimizer steps in the whole training; called only if the schedule needs it.
         monitor: the logged value that ``"reduce_lr_on_plateau"`` follows.
 
+    Returns:
+        The ``lr_scheduler`` of ``configure_optimizers``.
+
     Raises:
-        ValueError: the name is unknown, or the length of the training is not known.
+        ValueError: the name is unknown, the schedule has no warm-up or no options, or the length of the training is not known.
     """
     names = [
         kind.value for kind in SchedulerType if kind.value != "greedy"
     ]  # get_scheduler has no schedule for "greedy"
     if name not in names:
         raise ValueError(f"scheduler={name!r} is unknown{nearest(name, names)}; possible: {', '.join(names)}, None")
+    if warmup and name in _WITHOUT_WARMUP:
+        advice = "give scheduler='constant_with_warmup'" if name != PLATEAU else "leave warmup out"
+        raise ValueError(f"scheduler={name!r} has no warm-up, and warmup={warmup!r} is given: {advice}")
     if name == PLATEAU:
         schedule = get_scheduler(name, optimizer, scheduler_specific_kwargs=dict(options))
         return {"scheduler": schedule, "interval": "epoch", "monitor": monitor}
-    total_steps = None if name in _WITHOUT_LENGTH and not (isinstance(warmup, float) and warmup < 1) else total()
+    if options and name in ("constant", "constant_with_warmup"):
+        raise ValueError(f"scheduler={name!r} takes no scheduler_args, got {dict(options)}")
+    own_name = _OWN_NAMES.get(name)
+    total_steps = total() if name not in _WITHOUT_LENGTH or needs_length("constant", warmup) else None
+    if own_name is not None and not options:
+        return lr_schedule(optimizer, own_name, warmup=warmup, total_steps=total_steps)
     schedule = get_scheduler(name, optimizer, warmup_steps(warmup, total_steps), total_steps, dict(options) or None)
     return {"scheduler": schedule, "interval": "step"}

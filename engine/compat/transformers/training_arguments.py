@@ -12,6 +12,9 @@ from engine.compat.key_file import KeyFile, flag
 from engine.compat.transformers.arguments import ARGUMENTS, LOGGERS, NAMED_AFTER, NONE, OPTIMIZERS
 from engine.config import yaml_text
 
+_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
+"""The learning rate schedules for which transformers ignores ``warmup_steps``."""
+
 
 class Arguments(KeyFile):
     """A file of ``TrainingArguments``, and the result of its conversion: settings, arguments and code."""
@@ -269,6 +272,8 @@ def _module(file: Arguments) -> None:
     warmup: Any = file.take_value("warmup_steps", 0) or file.take_value("warmup_ratio", 0.0)
     file.take_value("warmup_ratio")
     schedule = str(file.take_value("lr_scheduler_type", "linear")).lower().removeprefix("schedulertype.")
+    if schedule in _WITHOUT_WARMUP:
+        warmup = 0
     file.module = {
         "optimizer": chosen,
         "lr": float(file.take_value("learning_rate", 5e-5)),

@@ -19,6 +19,7 @@ from engine.compat.accelerate.accelerator import Accelerator as Accelerator
 from engine.compat.accelerate.data_loader import skip_first_batches as skip_first_batches
 from engine.compat.accelerate.door import DOOR as _door
 from engine.compat.accelerate.door import MODULES
+from engine.compat.accelerate.installation import install as install
 from engine.compat.accelerate.launchers import debug_launcher as debug_launcher
 from engine.compat.accelerate.launchers import notebook_launcher as notebook_launcher
 from engine.compat.accelerate.state import AcceleratorState as AcceleratorState

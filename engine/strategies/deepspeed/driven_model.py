@@ -22,9 +22,11 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from engine.distributed import process_groups
+from engine.distributed.group import Group
 from engine.step import gradients
 from engine.step.optimizers import Modes
 from engine.strategies.base import class_name
+from engine.strategies.deepspeed.gathered_order import GatheredOrder
 from engine.strategies.deepspeed.shards import Shards
 from engine.strategies.model_structure import ShardedStructure
 from engine.utils import torch_private
@@ -82,8 +84,15 @@ def check_only_optimizer(optimizer: Optimizer, owners: Sequence[DrivenModel]) ->
 class DrivenModel(nn.Module):
     """A model and, once its optimizer is known, its DeepSpeed engine. Calling it calls the model."""
 
-    def __init__(self, module: nn.Module, sharding: tuple[int, int, str], start: Callable[[DrivenModel], None]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        sharding: tuple[int, int, str],
+        start: Callable[[DrivenModel], None],
+        ranks: Group,
+    ) -> None:
         super().__init__()
+        self._ranks = ranks
         self.module, self.sharding, self._start = module, sharding, start
         self.optimizer: Any = None
         """The optimizer that the engine steps."""
@@ -99,6 +108,7 @@ class DrivenModel(nn.Module):
         self._frozen: list[tuple[str, Tensor]] = []
         self._nested_output: Any = None
         self._hooks: list[Any] = []
+        self._order: GatheredOrder | None = None
         if sharding[0] == 3:  # registered now, so that it runs before DeepSpeed's own hooks
             module.register_forward_hook(self._flatten)
         self._engine: list[Any] = []  # in a list, because the engine is a module and must not become a submodule
@@ -107,11 +117,14 @@ class DrivenModel(nn.Module):
     def engine(self) -> Any:
         return self._engine[0] if self._engine else None
 
-    def begin(self, deepspeed_engine: Any, optimizer: Any, shards: Shards | None) -> None:
+    def begin(
+        self, deepspeed_engine: Any, optimizer: Any, shards: Shards | None, order: GatheredOrder | None = None
+    ) -> None:
         """Use DeepSpeed's engine from now on, for training with ``optimizer``, or for evaluation if that is ``None``."""
+        self._order = order
         self._engine, self.optimizer, self.shards, self._fed = [deepspeed_engine], optimizer, shards, False
         if optimizer is not None:
-            self._structure = ShardedStructure(self.module, "DeepSpeed")
+            self._structure = ShardedStructure(self.module, "DeepSpeed", self._ranks)
             self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
             # The optimizer's parameters are flat shards now; their gradients are DeepSpeed's buffers, which must not be freed.
             optimizer.zero_grad = self._zero_grad
@@ -141,6 +154,9 @@ class DrivenModel(nn.Module):
         if self._engine:
             for hook in self._hooks:
                 hook.remove()
+            if self._order is not None:
+                self._order.leave()
+                self._order = None
             engine = self._engine.pop()
             engine.module_forward_pre_hook.remove()
             engine.module_forward_post_hook.remove()

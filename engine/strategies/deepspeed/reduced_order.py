@@ -1,4 +1,4 @@
-"""Ranks that reach different parameters under ZeRO stages 1 and 2, which add up the ranks' gradients by their order alone."""
+"""Ranks that reach different parameters under ZeRO, which adds up the ranks' gradients by their order alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
+from engine.strategies.deepspeed.gathered_order import GatheredOrder
 
 
 class ReducedOrder:
@@ -71,14 +72,83 @@ class ReducedOrder:
                 self._zero(*self._parameters[number])
         self._finish()
         if not self._is_known:
-            self._order = self._with_unreached(gather_json(self._ranks, list(self._reached))[0])
+            self._order = _with_unreached(gather_json(self._ranks, list(self._reached))[0], len(self._parameters))
             self._is_known = True
         self._next = 0
         self._reached.clear()
 
-    def _with_unreached(self, reached: list[int]) -> list[int]:
-        """The order with the parameters that rank 0 has not reached: each before those that come before it in the model, as in a backward pass."""
-        order = list(reached)
-        for number in sorted(set(range(len(self._parameters))) - set(reached)):
-            order.insert(next((at for at, other in enumerate(order) if other < number), len(order)), number)
-        return order
+
+class ShardedReducedOrder:
+    """Lets all ranks reduce the gradients of stage 3 in one order, as :class:`ReducedOrder` does for stage 2.
+
+    A parameter that no rank reaches gets a zero, too, also in a single process: DeepSpeed would step it with the gradient of an earlier step. The
+    first pass takes the order in which the modules are gathered for it.
+
+    Args:
+        ranks: the ranks that reduce gradients together.
+        wrapper: DeepSpeed's optimizer of stage 3, whose methods are followed.
+        gathered: the order of the modules; a backward pass over them ends before its last reductions.
+    """
+
+    def __init__(self, ranks: Group, wrapper: Any, gathered: GatheredOrder | None) -> None:
+        self._ranks, self._wrapper, self._gathered = ranks, wrapper, gathered
+        self._parameters: list[Any] = [p for group in wrapper.fp16_groups for p in group if p.requires_grad]
+        self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
+        self._order: list[int] = []
+        self._is_known = False
+        self._next = 0
+        self._reached: dict[int, None] = {}
+        self._process = wrapper.reduce_ready_partitions_and_remove_grads
+        self._finish = wrapper.overlapping_partition_gradients_reduce_epilogue
+        wrapper.reduce_ready_partitions_and_remove_grads = self._reach
+        wrapper.overlapping_partition_gradients_reduce_epilogue = self._end
+
+    def _guess(self) -> list[int]:
+        """The parameters of the modules in the order of a backward pass, then all others."""
+        modules = [] if self._gathered is None else self._gathered.backward_guess()
+        of_modules = [self._numbers.get(id(p)) for module in modules for p in reversed(module._parameters.values())]
+        numbers = [number for number in of_modules if number is not None]
+        return list(dict.fromkeys([*numbers, *reversed(range(len(self._parameters)))]))
+
+    def _reach(self, parameter: Tensor) -> None:
+        """Reduce what can be reduced now that the backward pass has computed this gradient."""
+        order, reached = self._order or self._guessed(), self._reached
+        reached[self._numbers[id(parameter)]] = None
+        while self._next < len(order) and order[self._next] in reached:
+            self._process(self._parameters[order[self._next]])
+            self._next += 1
+
+    def _guessed(self) -> list[int]:
+        self._order = self._guess()
+        return self._order
+
+    def _end(self) -> None:
+        """Reduce all that is left, and finish the reductions of a backward pass."""
+        if self._gathered is not None:
+            self._gathered.end_backward_pass()
+        order = self._order or self._guessed()
+        for number in order[self._next :]:
+            if number not in self._reached:
+                self._zero(self._parameters[number])
+            self._process(self._parameters[number])
+        self._finish()
+        if not self._is_known:
+            self._order = _with_unreached(gather_json(self._ranks, list(self._reached))[0], len(self._parameters))
+            self._is_known = True
+        self._next = 0
+        self._reached.clear()
+
+    def _zero(self, parameter: Any) -> None:
+        """Give a zero gradient of the whole shape to a parameter, which is a shard now."""
+        shard = parameter.data
+        parameter.data = torch.zeros(parameter.ds_shape, dtype=parameter.dtype, device=parameter.device)
+        parameter.grad = parameter.data
+        parameter.data = shard
+
+
+def _with_unreached(reached: list[int], count: int) -> list[int]:
+    """Put the parameters that rank 0 has not reached into the order: each before those that come before it in the model, as in a backward pass."""
+    order = list(reached)
+    for number in sorted(set(range(count)) - set(reached)):
+        order.insert(next((at for at, other in enumerate(order) if other < number), len(order)), number)
+    return order

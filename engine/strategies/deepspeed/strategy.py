@@ -48,11 +48,13 @@ from engine.strategies.deepspeed.driven_model import (
     restore_linear,
     use_process_group,
 )
-from engine.strategies.deepspeed.reduced_order import ReducedOrder
+from engine.strategies.deepspeed.gathered_order import GatheredOrder
+from engine.strategies.deepspeed.reduced_order import ReducedOrder, ShardedReducedOrder
 from engine.strategies.deepspeed.shards import Shards
 from engine.strategies.owned_step import OwnedStepper, OwnsStep
 from engine.utils import accelerator, torch_private
 from engine.utils.log import warn_once
+from engine.utils.loss import LEAVE_OUT
 from engine.utils.parameters import of_classes, parameters_of
 
 stacks.know_sharding("deepspeed.runtime.zero.", Path("deepspeed", "utils", "nvtx.py"))
@@ -234,7 +236,7 @@ class DeepSpeed(Strategy, OwnsStep):
             )
         else:
             self.share_parameters(model)
-            model = DrivenModel(model, sharding, partial(self._start, optimizer=None, trains=False))
+            model = DrivenModel(model, sharding, partial(self._start, optimizer=None, trains=False), self.group)
         self._models.append(model)
         return model
 
@@ -330,7 +332,12 @@ class DeepSpeed(Strategy, OwnsStep):
         # In bf16 DeepSpeed has another optimizer for stage 1, which reduces all gradients at the step.
         if trains and self.zero_stage in (1, 2) and self.group.world_size > 1 and hasattr(wrapper, "process_gradients"):
             ReducedOrder(self.group, wrapper)
-        model.begin(engine, inner, own_shards if trains and self.zero_stage else None)
+        order = None
+        if self.zero_stage == 3 and not torch_private.is_simulated():
+            order = GatheredOrder(model.module, self.group, wrapper) if self.group.world_size > 1 else None
+            if trains:
+                ShardedReducedOrder(self.group, wrapper, order)
+        model.begin(engine, inner, own_shards if trains and self.zero_stage else None, order)
 
     def _complete(self, model: DrivenModel | None) -> dict[str, Any]:
         """The configuration to give to DeepSpeed for ``model``, in which no value is ``"auto"``; ``None``: the model is not built yet."""
@@ -378,7 +385,7 @@ class DeepSpeed(Strategy, OwnsStep):
         if self.zero_stage:
             raise ValueError(
                 f"training_step returned None on rank {self.group.rank} under DeepSpeed, whose backward passes all ranks run together: "
-                "return Loss(out.sum() * 0, 0) to leave this micro-batch out"
+                f"{LEAVE_OUT}"
             )
 
     def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:

@@ -10,12 +10,13 @@ import accelerate as theirs
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine.compat.accelerate import arguments as translation
 from engine.interop import accelerate
-from engine.interop.accelerate import Accelerator, AcceleratorState, PartialState
+from engine.interop.accelerate import Accelerator, AcceleratorState, PartialState, tracking
 from engine.interop.accelerate import utils as u
 from engine.interop.accelerate.tracking import GeneralTracker
 
@@ -176,6 +177,88 @@ def test_trackers(tmp_path: Path) -> None:
     assert [(e.step, round(e.value, 4)) for e in events.Scalars("loss")] == [(1, 1.0), (2, 0.5), (3, 0.3333)]
     with pytest.raises(ValueError, match="'wandb' is not a tracker"):
         accelerator.get_tracker("wandb")
+
+
+def test_trackers_of_accelerates_classes(tmp_path: Path) -> None:
+    tracker = tracking.TensorBoardTracker("mine", tmp_path / "own")
+    accelerator = Accelerator(cpu=True, log_with=[tracker, "tensorboard"], project_dir=tmp_path)
+    accelerator.init_trackers("project", {"lr": 0.5, "name": "x"})
+    accelerator.log({"loss": 1.0}, step=1)
+    accelerator.end_training()
+    for folder in (tmp_path / "own" / "mine", tmp_path / "project"):
+        [file] = [path for path in folder.iterdir() if path.is_file()]
+        assert [event.value for event in EventAccumulator(str(file)).Reload().Scalars("loss")] == [1.0]
+        [settings] = folder.glob("*/hparams.yml")
+        assert yaml.safe_load(settings.read_text()) == {"lr": 0.5, "name": "x"}
+    alone = tracking.TensorBoardTracker("alone", tmp_path)
+    alone.start()
+    alone.store_init_configuration({"lr": 1.0})
+    alone.log({"loss": 2.0}, step=3)
+    alone.finish()
+    [file] = [path for path in (tmp_path / "alone").iterdir() if path.is_file()]
+    assert [(event.step, event.value) for event in EventAccumulator(str(file)).Reload().Scalars("loss")] == [(3, 2.0)]
+    with pytest.raises(ValueError, match="needs a folder: give Accelerator"):
+        Accelerator(cpu=True, log_with="tensorboard").init_trackers("x")
+    with pytest.raises(
+        NotImplementedError, match="SwanLabTracker has no counterpart: give log_with the tracker's name"
+    ):
+        tracking.SwanLabTracker("x")
+    for name, kind in tracking.LOGGER_TYPE_TO_CLASS.items():
+        assert kind.name == name
+        assert kind.requires_logging_directory == (name == "tensorboard")
+
+
+def test_a_registered_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "LOGGER_TYPE_TO_CLASS", dict(tracking.LOGGER_TYPE_TO_CLASS))
+
+    class Mine(Notes):
+        name = "mine"
+
+        def __init__(self, run_name: str, more: int = 0) -> None:
+            super().__init__()
+            self.run_name, self.more = run_name, more
+
+    tracking.register_tracker_class(Mine)
+    with pytest.warns(UserWarning, match="the tracker 'mine' is replaced by Mine"):
+        tracking.register_tracker_class(Mine)
+    with pytest.raises(TypeError, match="takes a subclass of GeneralTracker"):
+        tracking.register_tracker_class(int)
+    accelerator = Accelerator(cpu=True, log_with="mine")
+    accelerator.init_trackers("project", {"lr": 1}, init_kwargs={"mine": {"more": 3}})
+    tracker = accelerator.get_tracker("mine")
+    assert (tracker.run_name, tracker.more, tracker.told) == ("project", 3, [{"lr": 1}])
+
+
+def test_loaders_that_skip() -> None:
+    data = torch.utils.data.BatchSampler(range(7), 2, drop_last=False)
+    skipping = accelerate.data_loader.SkipBatchSampler(data, 2)
+    assert ([*skipping], len(skipping), skipping.total_length) == ([[4, 5], [6]], 2, 4)
+    loader = accelerate.data_loader.SkipDataLoader(range(7), skip_batches=1, batch_size=3)
+    assert ([batch.tolist() for batch in loader], len(loader)) == ([[3, 4, 5], [6]], 2)
+    with pytest.raises(ValueError, match="use_stateful_dataloader=True"):
+        accelerate.data_loader.SkipDataLoader(range(7), use_stateful_dataloader=True)
+
+
+def test_the_dimensions_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
+    for given in ({}, {"tp_size": 2}, {"dp_replicate_size": 2, "cp_size": 4}, {"dp_shard_size": 4, "sp_size": 2}):
+        ours, expected = u.ParallelismConfig(**given), theirs.ParallelismConfig(**given)
+        for name in (
+            *(
+                "total_size",
+                "data_parallel_size",
+                "non_data_parallel_size",
+                "dp_dim_names",
+                "dp_shard_cp_dim_names",
+                "dp_cp_dim_names",
+            ),
+            *("tp_enabled", "cp_enabled", "sp_enabled", "dp_shard_enabled", "dp_replicate_enabled"),
+        ):
+            assert getattr(ours, name) == getattr(expected, name), name
+        assert {*ours.active_mesh_dims} == {*expected.active_mesh_dims}
+        assert ours._get_mesh() == expected._get_mesh()
+    monkeypatch.delenv("PARALLELISM_CONFIG_DP_SHARD_SIZE")
+    assert u.ParallelismConfig().build_device_mesh("cpu") is None
 
 
 def test_names_without_a_counterpart_say_what_to_use() -> None:

@@ -20,7 +20,7 @@ from both import OURS, THEIRS, data, module, quietly, trainer
 from engine import Fit
 from engine.compat.lightning.arguments import CALLBACKS, LOGGERS, STRATEGIES
 from engine.compat.lightning.strategy_arguments import strategy
-from engine.interop.lightning import callbacks, loggers, strategies, utilities
+from engine.interop.lightning import callbacks, loggers, strategies
 
 
 def test_every_callback_of_lightning_has_its_name() -> None:
@@ -234,14 +234,13 @@ def test_predictions_are_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "instead"),
     [
-        (lambda: callbacks.LearningRateFinder(), NotImplementedError, "find_lr"),
         (lambda: callbacks.RichProgressBar(theme="x"), ValueError, "console"),
         (lambda: callbacks.WeightAveraging(device="cpu"), ValueError, "device of the weights"),
         (lambda: callbacks.ModelCheckpoint(every_n_epochs=2, every_n_train_steps=3), ValueError, "one of them"),
         (lambda: callbacks.LambdaCallback(on_nothing=print), TypeError, "not an event"),
         (lambda: loggers.CSVLogger("x", prefix="y"), ValueError, "names that you log"),
         (lambda: strategies.FSDPStrategy(sharding_strategy="NO_SHARD"), ValueError, "ddp"),
-        (lambda: utilities.Tuner(None), NotImplementedError, "find_batch_size"),
+        (lambda: callbacks.ModelPruning("x"), NotImplementedError, "callbacks.Pruning"),
     ],
 )
 def test_what_has_no_counterpart_says_what_to_use(make: Any, error: type[Exception], instead: str) -> None:
@@ -270,8 +269,8 @@ def test_loggers(tmp_path: Path) -> None:
     assert keeps.seen[1] == (1, ["epoch", "loss_step"])
     assert keeps.seen[-1] == "success"
     assert fitted.logger is keeps
-    assert fitted.loggers[1].log_dir == str(tmp_path / "mine")
-    with (tmp_path / "mine" / "metrics.csv").open() as file:
+    assert fitted.loggers[1].log_dir == str(tmp_path / "mine" / "version_0")
+    with (tmp_path / "mine" / "version_0" / "metrics.csv").open() as file:
         assert [row["step"] for row in csv.DictReader(file) if row["loss_step"]] == ["1", "5", "10"]
 
 

@@ -185,7 +185,11 @@ def test_a_hook_that_is_never_called_is_refused(tmp_path: Path) -> None:
 def test_an_old_hook_matters_only_to_a_run_that_would_call_it(name: str, stages: set[str], tmp_path: Path) -> None:
     old = type("Old", (Weight,), {name: lambda self, *args: None})
     found, trainer = set(), fit(tmp_path)
-    for stage, run in zip(("fit", "validate", "test", "predict"), (trainer.run, trainer.validate, trainer.test, trainer.predict), strict=True):
+    for stage, run in zip(
+        ("fit", "validate", "test", "predict"),
+        (trainer.run, trainer.validate, trainer.test, trainer.predict),
+        strict=True,
+    ):
         try:
             run(old(), ones(1))
         except TypeError as error:

@@ -181,7 +181,6 @@ def test_each_rank_of_several_needs_loaders_that_say_that_they_are_divided(tmp_p
     ("given", "counterpart"),
     [
         ({"plugins": ["x"]}, "precision"),
-        ({"reload_dataloaders_every_n_epochs": 2}, "set_epoch"),
         ({"enable_autolog_hparams": False}, "logger"),
         ({"model_registry": "x"}, "on_save_checkpoint"),
         ({"strategy": "xla"}, "possible: ddp"),
@@ -405,9 +404,8 @@ def test_devices_and_precision_before_a_run(tmp_path: Path) -> None:
 
 def test_what_only_a_run_knows_says_so_before_it(tmp_path: Path) -> None:
     fitted = trainer(OURS, tmp_path)
-    for name in ("log_dir", "estimated_stepping_batches"):
-        with pytest.raises(AttributeError, match=r"no run has started: \w+ is not known yet"):
-            getattr(fitted, name)
+    with pytest.raises(AttributeError, match=r"no run has started: \w+ is not known yet"):
+        _ = fitted.estimated_stepping_batches
     with pytest.raises(AttributeError, match="no run has started: reduce is not known yet"):
         fitted.strategy.reduce_boolean_decision(True)
 

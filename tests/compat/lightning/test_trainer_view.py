@@ -335,8 +335,8 @@ def test_a_checkpoint_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_other_names_have_an_answer(tmp_path: Path) -> None:
     def ask(t: Any) -> None:
-        with pytest.raises(AttributeError, match=r"no attribute 'validate_loop': .*self.run.state"):
-            _ = t.validate_loop
+        with pytest.raises(AttributeError, match=r"no attribute 'barebones': there is nothing to switch off"):
+            _ = t.barebones
         with pytest.raises(AttributeError, match=r"trainer.max_time cannot be set.*settings.max_time"):
             t.max_time = 3
         with pytest.raises(AttributeError, match=r"no attribute 'anything': self.run is the run"):

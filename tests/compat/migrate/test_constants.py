@@ -8,7 +8,7 @@ import pytest
 from reported import changes, report_of
 
 HEAD = "import argparse\nimport lightning.pytorch as pl\nfrom dataclasses import dataclass\nfrom functools import partial\n"
-REFUSED = "reload_dataloaders_every_n_epochs"
+REFUSED = "model_registry"
 
 
 @pytest.mark.parametrize(

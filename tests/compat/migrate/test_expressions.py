@@ -189,8 +189,8 @@ trainer.fit(net)
 plain = pl.Trainer(logger=False)
 plain.predict
 gone = pl.Trainer(gpus=1)
-valued = pl.Trainer(reload_dataloaders_every_n_epochs=1)
-computed = pl.Trainer(reload_dataloaders_every_n_epochs=some())
+valued = pl.Trainer(model_registry=1)
+computed = pl.Trainer(model_registry=some())
 class Holder:
     def __init__(self):
         self.trainer = pl.Trainer()
@@ -213,7 +213,7 @@ def f(trainer: pl.Trainer):
     ]
     found = changes(tmp_path, text)
     assert "'devices'" in found["Trainer(gpus=)"]
-    assert "reload_dataloaders_every_n_epochs=1" in found["Trainer()"]
+    assert "model_registry=1" in found["Trainer()"]
 
 
 def test_an_accelerator(tmp_path: Path) -> None:

@@ -64,7 +64,10 @@ def test_an_object_is_one_by_every_path() -> None:
     from_top = L.pytorch.callbacks.Timer
     assert from_top is importlib.import_module("engine.interop.lightning.callbacks.timer").Timer
     assert from_top is importlib.import_module("engine.interop.lightning.pytorch.callbacks.timer").Timer
-    assert L.profilers.AdvancedProfiler is importlib.import_module("engine.interop.lightning.profilers.advanced").AdvancedProfiler
+    assert (
+        L.profilers.AdvancedProfiler
+        is importlib.import_module("engine.interop.lightning.profilers.advanced").AdvancedProfiler
+    )
     assert A.utils.fsdp_utils.save_fsdp_model is A.accelerator.save_fsdp_model
     assert A.hooks.AlignDevicesHook is A.big_modeling.AlignDevicesHook
 
@@ -78,5 +81,7 @@ def test_the_file_is_that_of_the_installed_package(package: str) -> None:
     if installed.__version__ != names.version:
         pytest.skip(f"{names.file} is of {package} {names.version}")
     code = f"import write_public_names as w; print(w.text({package!r}) == w.file({package!r}).read_text())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split()[-1] == "True", "out of date: python tests/compat/paths/write_public_names.py"

@@ -41,7 +41,7 @@ class Names:
     def _visit(self, name: str) -> None:
         try:
             module = importlib.import_module(name)
-        except BaseException:  # noqa: BLE001  # a script may exit
+        except BaseException:  # a script may exit
             return
         self.modules[name] = module
         for child in pkgutil.iter_modules(getattr(module, "__path__", ())):
@@ -77,7 +77,9 @@ class Names:
             elif isinstance(value, type) and issubclass(value, BaseException):
                 entry["errors"][name] = next(base.__name__ for base in value.__mro__ if base.__module__ == "builtins")
             elif isinstance(value, type) and issubclass(value, enum.Enum):
-                entry["enums"][name] = {member.name: member.value for member in value if type(member.value) in (int, str)}
+                entry["enums"][name] = {
+                    member.name: member.value for member in value if type(member.value) in (int, str)
+                }
             elif isinstance(value, type):
                 words["classes"].append(name)
             elif isinstance(value, types.FunctionType | types.BuiltinFunctionType) or hasattr(value, "__wrapped__"):
@@ -99,7 +101,10 @@ class Names:
 
     def _origin(self, path: str, name: str, value: Any) -> tuple[str, str] | None:
         """The module and the name by which another module has the object; ``None`` if the module ``path`` defines it."""
-        place, last = getattr(value, "__module__", None), getattr(value, "__qualname__", None) or getattr(value, "_name", None)
+        place, last = (
+            getattr(value, "__module__", None),
+            getattr(value, "__qualname__", None) or getattr(value, "_name", None),
+        )
         if not isinstance(place, str) or not isinstance(last, str) or (place, last) == (path, name):
             return None
         if place.startswith(self.package) and place not in self.modules:

@@ -17,11 +17,11 @@ PACKAGES = {
     ),
     "engine.interop.accelerate": (
         "engine.compat.accelerate",
-        "accelerator big_modeling data_loader launchers local_sgd logging optimizer scheduler state tracking",
+        "accelerator big_modeling data_loader hooks launchers local_sgd logging optimizer scheduler state tracking",
     ),
     "engine.interop.accelerate.utils": (
         "engine.compat.accelerate.utils",
-        "dataclasses imports memory operations other random versions",
+        "dataclasses environment imports memory operations other random tqdm versions",
     ),
     "engine.huggingface": ("engine.compat.transformers", "files loss module optimizers pretrained"),
 }

@@ -103,6 +103,7 @@ class Rates(Losses):
         ({"max_epochs": 2, "accumulate_grad_batches": {0: 1, 1: 5}}, {"scheduler": "linear"}, 6, 0, 6),
         ({"max_epochs": 1}, {"scheduler": "polynomial", "total_steps": 50, "scheduler_args": {"power": 2.0}}, 5, 0, 50),
         ({"max_epochs": 1}, {"scheduler": "constant_with_warmup", "warmup": 3}, 5, 3, 0),
+        ({"max_epochs": 1}, {"scheduler": "cosine", "warmup": 1, "scheduler_args": {"num_cycles": 0.25}}, 5, 1, 5),
     ],
 )
 def test_the_schedule_is_that_of_transformers_over_the_steps_of_the_run(
@@ -130,6 +131,10 @@ def stream() -> Iterator[Any]:
     [
         ({"optimizer": "adamwx"}, "did you mean 'adamw'"),
         ({"scheduler": "cosin"}, "did you mean 'cosine'"),
+        ({"scheduler": "constant", "warmup": 3}, "scheduler='constant_with_warmup'"),
+        ({"scheduler": "reduce_lr_on_plateau", "warmup": 3}, "has no warm-up"),
+        ({"scheduler": "constant", "scheduler_args": {"num_cycles": 2}}, "takes no scheduler_args"),
+        ({"warmup": 1.5}, "an int"),
         ({"count": "rows"}, "possible: 'samples'"),
     ],
 )

@@ -112,6 +112,7 @@ def test_settings(given: dict[str, Any], expected: dict[str, Any], tmp_path: Pat
         ({"optim": "adamw_torch", "adam_beta2": 0.95, "adam_epsilon": 1e-6}, {"optimizer_args": {"betas": (0.9, 0.95), "eps": 1e-6}}, {}),
         ({"lr_scheduler_type": "cosine", "warmup_ratio": 0.1}, {"scheduler": "cosine", "warmup": 0.1}, {}),
         ({"warmup_steps": 10, "weight_decay": 0.1}, {"warmup": 10, "weight_decay": 0.1}, {}),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 10}, {"scheduler": "constant", "warmup": 0}, {}),
         ({"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}}, {"scheduler_args": {"num_cycles": 2}}, {}),
         ({"train_sampling_strategy": "sequential", "per_device_train_batch_size": 2}, {}, {"shuffle": False, "batch_size": 2}),
         ({"dataloader_num_workers": 2, "dataloader_drop_last": True}, {}, {"num_workers": 2, "drop_last": True}),

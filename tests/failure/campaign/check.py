@@ -102,7 +102,9 @@ def check_outcome(place: Path, reference: Path, found: Found) -> None:
 
 def check_rows(place: Path, reference: Path, found: Found) -> None:
     """The rows of ``metrics.csv``, each once and in order."""
-    mine, others = (list(csv.DictReader((each / "root" / "metrics.csv").read_text().splitlines())) for each in (place, reference))
+    mine, others = (
+        list(csv.DictReader((each / "root" / "metrics.csv").read_text().splitlines())) for each in (place, reference)
+    )
     missing = [row for row in others if row not in mine]
     more = [row for row in mine if row not in others]
     found.lose("rows lost", len(missing), f"{missing[:3]}")

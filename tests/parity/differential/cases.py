@@ -419,11 +419,8 @@ def _by_strategy(rules: _Rules, both: tuple[str, str]) -> None:
     when(any(map(model_parallel, both)), body="mlp", unused=False, none=0, door="fit")
     when(any(map(model_parallel, both)) or any(map(deepspeed, both)), again="")
     when(any(map(model_parallel, both)), conditional="", filtered=False)
-    # Ranks that run different modules wait for each other there, or gather each other's, as the chapter says.
-    when("deepspeed3" in both and rules.case.conditional != "nobody", conditional="")
-    # Under FSDP ranks wait where a block runs a second time before one that only some of them run, as the chapter says.
-    is_fsdp = any(strategy.startswith("fsdp") for strategy in both)
-    when(is_fsdp and rules.case.conditional in ("some", "one"), shared=False)
+    # Ranks wait there where a block runs a second time before one that only some of them run, as the chapter says.
+    when("deepspeed3" in both and rules.case.conditional in ("some", "one"), shared=False)
     when(rules.case.door == "fit" and any(map(sharded, both)), again="")  # which needs manual optimization
     when(pipelined(*both), shared=False, frozen=False, poison=-1, configured="")
     when(pipelined(*both) and case.optimizer == "two", optimizer="adam")

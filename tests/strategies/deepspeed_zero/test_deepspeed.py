@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -694,27 +695,46 @@ def alone_quiet() -> Any:
     return sorted(name for name in os.environ if name.startswith(("DS_", "CROSS_", "OMPI")))
 
 
+class Gated(nn.Module):
+    """Runs its layers in another order than it has created them, as Mixtral's experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.gate = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.last(torch.tanh(self.first(x)) * self.gate(x))
+        return out
+
+
 class Experts(nn.Module):
-    """Three blocks, of which a call runs some."""
+    """Three blocks, of which a call runs some, behind a layer that is created after them."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(11)
-        self.experts = nn.ModuleList(Block() for _ in range(3))
+        self.experts = nn.ModuleList((Gated(), Block(), Gated()))
+        self.before = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        x = self.before(x)
         for number in chosen:
             x = self.experts[number](x)
         return x.square().mean()
 
 
-ROUTES = {"from the first step": [[[0], [1]]], "later": [[[0, 1], [0, 1]], [[0], [0, 1, 2]], [[2], [0, 1]]]}
+ROUTES = {
+    "from the first step": [[[0], [1]], [[1], [2]], [[2], [0]]],
+    "later": [[[0, 1], [0, 1]], [[0], [0, 1, 2]], [[2], [0, 1]]],
+    "alike, then not": [[[0], [0]], [[2], [2]], [[0], [2]]],
+    "nobody": [[[0, 1, 2], [0, 1, 2]], [[], []], [[1], []]],
+}
 """For each step and rank: the experts that it runs."""
 
 
 def routed(stage: int, routes: list[list[list[int]]]) -> Any:
     """How far the parameters are from those of one process."""
-    engine = Engine(accelerator="cpu", strategy=f"deepspeed_stage_{stage}")
+    engine = of(stage)
     plain = Experts()
     model, optimizer = engine.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     whole = Experts()
@@ -732,7 +752,27 @@ def routed(stage: int, routes: list[list[list[int]]]) -> Any:
 
 
 def rank_routed() -> Any:
-    return {f"{stage}, {name}": routed(stage, routes) for stage in (1, 2) for name, routes in ROUTES.items()}
+    return {f"{stage}, {name}": routed(stage, routes) for stage in (1, 2, 3) for name, routes in ROUTES.items()}
+
+
+def rank_routed_evaluation() -> Any:
+    """How far losses are from those of one process, where each rank evaluates with experts of its own."""
+    rank, far = int(os.environ["RANK"]), 0.0
+    model, whole = of(3).prepare(Experts()), Experts()
+    with torch.no_grad():
+        for chosen in ([[0], [1]], [[0, 2], [1]], [[], [2]]):
+            far = max(far, (model(data(), chosen[rank]) - whole(data(), chosen[rank])).abs().item())
+    return far
+
+
+def rank_other_orders() -> Any:
+    """Each rank runs the same experts in the first pass, and all once more in an order of its own."""
+    rank = int(os.environ["RANK"])
+    engine = of(3)
+    plain = Experts()
+    model, _ = engine.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    engine.backward(model(data(), [0, 1]))
+    return said(lambda: model(data(), [0, 1, rank]))
 
 
 @pytest.fixture(scope="module")
@@ -1058,3 +1098,11 @@ def test_cpu_adam(tmp_path: Path) -> None:
 def test_ranks_that_reach_different_parameters(found: Any) -> None:
     for rank in found["routed"]:
         assert max(rank.values()) < 1e-6
+    assert max(found["routed_evaluation"]) < 1e-6
+
+
+def test_ranks_that_run_modules_in_different_orders(found: Any) -> None:
+    for text in found["other_orders"]:
+        assert "rank 0 begins the forward pass of experts.0.first" in text
+        assert "rank 1 begins the forward pass of experts.1.norm" in text
+        assert "set_z3_leaf_modules" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import enum
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from dataclasses import field, fields, make_dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine.config.typed_values import convert_arguments
 
@@ -240,8 +242,8 @@ MegatronLMPlugin = _plugin(
     "use_distributed_optimizer",
 )
 TorchTensorParallelPlugin = _plugin("TorchTensorParallelPlugin", "TP", "tp_config", "", "tp_size torch_device_mesh")
-ParallelismConfig = _plugin(
-    *("ParallelismConfig", "FSDP", "parallelism_config", "parallelism_config_"),
+_Parallelism: Any = _plugin(
+    *("_Parallelism", "FSDP", "parallelism_config", "parallelism_config_"),
     "dp_replicate_size dp_shard_size tp_size cp_size sp_size",
 )
 TorchDynamoPlugin = _plugin(
@@ -250,3 +252,53 @@ TorchDynamoPlugin = _plugin(
     dynamic="use_dynamic",
     fullgraph="use_fullgraph",
 )
+
+
+class ParallelismConfig(_Parallelism):
+    """The sizes of the dimensions of a mesh of ranks."""
+
+    ORDER: ClassVar = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The dimensions, the outermost first, and their sizes; one that was not given has that of its environment variable, or 1."""
+        return {
+            name: int(getattr(self, f"{name}_size") or os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
+            for name in self.ORDER
+        }
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """The dimensions with more than one rank."""
+        return [name for name, size in self.sizes.items() if size > 1]
+
+    def _active(self, *names: str) -> list[str]:
+        return [name for name in self.active_mesh_dims if name in names]
+
+    total_size = property(lambda self: math.prod(self.sizes.values()))
+    data_parallel_size = property(lambda self: self.sizes["dp_replicate"] * self.sizes["dp_shard"])
+    non_data_parallel_size = property(lambda self: self.total_size // self.data_parallel_size)
+    dp_replicate_enabled = property(lambda self: "dp_replicate" in self.active_mesh_dims)
+    dp_shard_enabled = property(lambda self: "dp_shard" in self.active_mesh_dims)
+    cp_enabled = property(lambda self: "cp" in self.active_mesh_dims)
+    sp_enabled = property(lambda self: "sp" in self.active_mesh_dims)
+    tp_enabled = property(lambda self: "tp" in self.active_mesh_dims)
+    dp_dim_names = property(lambda self: self._active("dp_replicate", "dp_shard"))
+    dp_shard_cp_dim_names = property(lambda self: self._active("dp_shard", "cp"))
+    dp_cp_dim_names = property(lambda self: self._active("dp_replicate", "dp_shard", "cp"))
+    non_dp_dim_names = property(lambda self: self._active("tp", "cp", "sp"))
+
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]] | tuple[()]:
+        names = self.active_mesh_dims
+        return (tuple(names), tuple(self.sizes[name] for name in names)) if names else ()
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Build the mesh of these dimensions, with the joint ones ``dp``, ``dp_shard_cp`` and ``dp_cp``; ``None`` for a single rank."""
+        if not self.active_mesh_dims:
+            return None
+        names = tuple(self.active_mesh_dims)
+        mesh = init_device_mesh(device_type, tuple(self.sizes[name] for name in names), mesh_dim_names=names)
+        for joint in ("dp", "dp_shard_cp", "dp_cp"):
+            if parts := getattr(self, f"{joint}_dim_names"):
+                mesh[tuple(parts)]._flatten(joint)
+        return mesh

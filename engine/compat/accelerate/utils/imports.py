@@ -20,9 +20,9 @@ _PACKAGES = {
     "torchdata_stateful_dataloader": ("torchdata.stateful_dataloader",),
     **dict.fromkeys(("bnb", "4bit_bnb", "8bit_bnb"), ("bitsandbytes",)),
 }
-"""What is asked for -> the packages one of which it needs, unless its name is the package's."""
+"""Name in ``is_..._available`` -> the packages one of which it needs, where that is not the name itself."""
 _OF_TORCH = ("weights_only", "pippy", "numpy")
-"""What every torch that this library supports has."""
+"""Names whose answer is yes with every torch that this library supports."""
 
 
 def available(what: str) -> bool:

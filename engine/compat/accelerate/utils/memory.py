@@ -58,6 +58,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _MESSAGES)
 
 
+should_reduce_batch_size = is_out_of_memory
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Free cached device memory; with ``garbage_collection``, collect garbage before."""
+    if garbage_collection:
+        gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
 def release_memory(*objects: Any) -> list[None]:
     """Collect garbage and free cached device memory; return ``None`` for each object, to assign to the caller's names."""
     gc.collect()

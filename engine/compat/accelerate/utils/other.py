@@ -45,3 +45,9 @@ def extract_model_from_parallel(
 def wait_for_everyone() -> None:
     """Wait until all processes have called this."""
     PartialState().wait_for_everyone()
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether the module inside a prepared one is a ``peft.PeftModel``."""
+    kinds = type(extract_model_from_parallel(model)).__mro__
+    return any(kind.__name__ == "PeftModel" and kind.__module__.startswith("peft.") for kind in kinds)

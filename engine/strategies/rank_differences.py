@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from engine.distributed.agreement import Compared
 from engine.distributed.collectives import gather_json
+from engine.distributed.comparison import MAX_LISTED, check_alike, check_equal, comparable, fingerprint
 from engine.distributed.group import Group
-from engine.loop.rank_checks import MAX_LISTED, check_equal, comparable, fingerprint
-from engine.loop.run import Run
-from engine.step.optimizers import OptimizerSet
 from engine.strategies.base import Strategy
 from engine.strategies.ddp import DDP
 from engine.strategies.model_structure import TrainedParameters
+from engine.transforms.blocks import user_module
 from engine.utils import accelerator
 from engine.utils.checksums import sum_of_bits
 from engine.utils.log import logger
@@ -28,16 +29,28 @@ MAX_FALSE_ALARMS = 3
 """How often the ranks compare parameters that some of them have changed alone, without finding a difference, until they stop looking for edits."""
 
 
-def watch_differences(run: Run) -> None:
-    """Compare, from here on, with each agreement of the ranks and each save what must be the same on all of them; the first agreement comes before
-    the first step.
+def compare_forms(group: Group, strategy: Strategy, model: nn.Module) -> None:
+    """Compare names, dtypes and shapes of a model's parameters over the ranks, and which are trained, by one small collective.
 
-    Under a pipeline, where ranks have different parameters and groups, nothing is compared.
+    Under a pipeline, where ranks may have parts, nothing is compared.
+
+    Raises:
+        CheckError: ranks differ; raised on all ranks, with the differences.
     """
-    engine = run.engine
-    if engine.group.world_size > 1 and not engine.strategy.pipelined:
-        differences = RankDifferences(engine.group, engine.strategy, run.module, run.optimizer_set)
-        run.control.agreement.compared = engine.checkpoint_writer.compared = differences
+    if group.world_size == 1 or strategy.pipelined:
+        return
+    left_out = _left_out_by_ddp(user_module(model))
+    forms = {name: _form(strategy, p) for name, p in user_module(model).named_parameters() if name not in left_out}
+    advice = "All ranks must build the same modules, and freeze the same parameters (requires_grad) before the model is prepared"
+    check_alike(group, "parameters of the model", forms, advice)
+
+
+def _form(strategy: Strategy, parameter: Tensor) -> str:
+    """The dtype, the whole shape and whether the parameter is trained, as text."""
+    shape = (
+        "not known yet" if isinstance(parameter, nn.UninitializedParameter) else list(strategy.whole_shape(parameter))
+    )
+    return f"{parameter.dtype}, {shape}, {'trained' if parameter.requires_grad else 'frozen'}"
 
 
 class RankDifferences(Compared):
@@ -52,21 +65,23 @@ class RankDifferences(Compared):
     Args:
         group: the ranks.
         strategy: says which parameters a rank has whole.
-        module: the module that is trained.
-        optimizers: its optimizers.
+        models: the modules that are trained.
+        optimizers: their optimizers.
     """
 
-    def __init__(self, group: Group, strategy: Strategy, module: nn.Module, optimizers: OptimizerSet) -> None:
-        self._group, self._module, self._optimizers = group, module, optimizers
-        self._model = TrainedParameters(module)
-        left_out = _left_out_by_ddp(module)
+    def __init__(
+        self, group: Group, strategy: Strategy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> None:
+        self._group, self._models, self._optimizers = group, models, optimizers
+        self._record()
+        left_out = set().union(*(_left_out_by_ddp(model) for model in models))
         self._replica_names = [
             name
-            for name, p in self._model.named.items()
+            for name, p in self._named.items()
             if name not in left_out and not (is_sharded(p) or p.is_meta or p.is_inference())
             if not isinstance(p, nn.UninitializedParameter) and strategy.flat_range(p) is None
         ]
-        self._replicas = [self._model.named[name] for name in self._replica_names]
+        self._replicas = [self._named[name] for name in self._replica_names]
         self._versions = self._current_versions()
         self._settings: list[list[dict[str, Any]]] = []
         self._trained = b""
@@ -75,25 +90,44 @@ class RankDifferences(Compared):
         self._has_warned = False
         self._false_alarms = 0
 
+    def _record(self) -> None:
+        """Record the models' parameters as they are now."""
+        self._records = [TrainedParameters(model) for model in self._models]
+        self._named: dict[str, Tensor] = {
+            name if number == 0 else f"{name} of model {number + 1}": p
+            for number, record in enumerate(self._records)
+            for name, p in record.named.items()
+        }
+
     def numbers(self) -> tuple[float, float]:
         """A checksum of hyperparameters and ``requires_grad``, and the number of changes of parameters in place since the ranks compared them."""
-        if not self._model.unchanged():
-            self._follow_model()
-        self._settings = [
-            [comparable(group) for group in optimizer.param_groups] for optimizer in self._optimizers.optimizers
-        ]
-        self._trained = bytes(map(_requires_grad, self._model.named.values()))
+        if not all(record.unchanged() for record in self._records):
+            self._follow_models()
+        self._settings = [[comparable(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
+        self._trained = bytes(map(_requires_grad, self._named.values()))
         changes = sum(self._current_versions()) - sum(self._versions)
         return float(zlib.crc32(self._trained, zlib.crc32(repr(self._settings).encode()))), float(changes)
 
-    def _follow_model(self) -> None:
-        """Take over the parameters that the model has now; edits are looked for in those that it has had from the start."""
-        before = self._model.named
-        self._model = TrainedParameters(self._module)
+    def _follow_models(self) -> None:
+        """Take over the parameters that the models have now; edits are looked for in those that they have had from the start."""
+        before = self._named
+        self._record()
         versions = dict(zip(self._replica_names, self._versions, strict=True))
-        self._replica_names = [name for name in self._replica_names if self._model.named.get(name) is before[name]]
-        self._replicas = [self._model.named[name] for name in self._replica_names]
+        self._replica_names = [name for name in self._replica_names if self._named.get(name) is before[name]]
+        self._replicas = [self._named[name] for name in self._replica_names]
         self._versions = [versions[name] for name in self._replica_names]
+
+    def compare_all(self) -> None:
+        """Compare all of the state now, with a collective of its own. All ranks call this together.
+
+        Raises:
+            CheckError: ranks differ; raised on all ranks, with the differences.
+        """
+        rows = gather_json(self._group, [*self.numbers(), self.values()])
+        if any(row[:-1] != rows[0][:-1] for row in rows):
+            self.compare()
+        if any(row[-1] != rows[0][-1] for row in rows):
+            self.warn_of_values()
 
     def compare(self) -> None:
         """Compare over the ranks what :meth:`numbers` has seen last, because the numbers differ. All ranks call this together.
@@ -114,9 +148,7 @@ class RankDifferences(Compared):
             "A callback, a hook or a schedule must set them on all ranks, to one value: share what only one rank knows with "
             "engine.processes.broadcast_object",
         )
-        trained = {
-            f"{name}.requires_grad": bool(flag) for name, flag in zip(self._model.named, self._trained, strict=True)
-        }
+        trained = {f"{name}.requires_grad": bool(flag) for name, flag in zip(self._named, self._trained, strict=True)}
         check_equal(
             self._group, "trained parameters", trained, "Freeze and unfreeze parameters on all ranks, at the same step"
         )
@@ -130,14 +162,26 @@ class RankDifferences(Compared):
         check_equal(
             self._group,
             "parameters",
-            {name: fingerprint(self._model.named[name]) for name in edited},  # waits for the device
+            {name: fingerprint(self._named[name]) for name in edited},  # waits for the device
             "A callback, a hook or the module has changed them on some ranks only: under ddp each rank goes on with its own, and rank 0's are saved. "
             "Change them on all ranks",
         )
         self._versions = self._current_versions()
         self._false_alarms += bool(edited)
         if self._false_alarms == MAX_FALSE_ALARMS:  # something changes them one by one and alike
-            self._replica_names, self._replicas, self._versions = [], [], []
+            self._stop_watching_edits(edited)
+
+    def _stop_watching_edits(self, edited: Sequence[str]) -> None:
+        """Look for edits no more, and say so once. ``edited``: the parameters that gave the latest false alarm."""
+        self._replica_names, self._replicas, self._versions = [], [], []
+        if self._group.is_main:
+            logger.warning(
+                "the ranks have changed %s at different times, but to the same values, %d times. Each such change costs a comparison of values, "
+                "so from now on parameters that a callback, a hook or the module changes on some ranks only are not looked for: change them on "
+                "all ranks at the same step, or let ReplicaCheck compare the ranks",
+                _listed(edited),
+                MAX_FALSE_ALARMS,
+            )
 
     def values(self) -> int:
         return sum(self._sums())
@@ -155,15 +199,20 @@ class RankDifferences(Compared):
         names = [name for name in self._replica_names if len({row.get(name) for row in rows}) > 1]
         if names and self._group.is_main:
             logger.warning(
-                "the ranks have different values of %s%s, although each has the whole model; rank 0's are saved. Either a callback, a hook or the "
+                "the ranks have different values of %s, although each has the whole model; rank 0's are saved. Either a callback, a hook or the "
                 "module has changed them on some ranks only, or to different values, or a device computes differently: ReplicaCheck finds the step "
                 "and the rank",
-                ", ".join(names[:MAX_LISTED]),
-                f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "",
+                _listed(names),
             )
 
     def _current_versions(self) -> list[int]:
         return list(map(_version, self._replicas))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names, and how many there are besides."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
 
 
 def _left_out_by_ddp(module: nn.Module) -> set[str]:

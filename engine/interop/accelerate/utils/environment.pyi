@@ -1,0 +1,1 @@
+from engine.compat.accelerate.utils.environment import *
