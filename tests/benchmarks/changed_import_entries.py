@@ -174,7 +174,7 @@ def contextualized_correlation_networks() -> nn.Module:
     return contextualized("ContextualizedCorrelationNetworks")
 
 
-@entry("rul-adapt", "rul_adapt", "rul_datasets")
+@entry("rul-adapt", "rul_adapt", "rul_datasets", note="calls LightningModule._set_hparams, which is private there")
 def rul_adapt_supervised() -> nn.Module:
     from rul_adapt.approach import SupervisedApproach
     from rul_adapt.model import CnnExtractor, FullyConnectedHead
@@ -187,7 +187,7 @@ def rul_adapt_supervised() -> nn.Module:
     return fit(approach, loader, loader, name="pytorch_lightning")
 
 
-@entry("rul-adapt", "rul_adapt", "rul_datasets")
+@entry("rul-adapt", "rul_adapt", "rul_datasets", note="calls LightningModule._set_hparams, which is private there")
 def rul_adapt_dann() -> nn.Module:
     from rul_adapt.approach import DannApproach
     from rul_adapt.model import CnnExtractor, FullyConnectedHead
@@ -196,7 +196,7 @@ def rul_adapt_dann() -> nn.Module:
     x, other = torch.randn(2, 24, 2, 10, generator=generator)
     y = torch.rand(24, generator=generator)
     heads = [FullyConnectedHead(8, [1], act_func_on_last_layer=False) for _ in range(2)]
-    approach = DannApproach(1.0, 0.01)
+    approach = DannApproach(1.0, lr=0.01)
     approach.set_model(CnnExtractor(2, [4], 10, fc_units=8), *heads)
     labelled = DataLoader(TensorDataset(x, y), batch_size=6)
     loader = DataLoader(TensorDataset(x, y, other), batch_size=6)
@@ -222,12 +222,12 @@ def rectools(name: str) -> nn.Module:
     return model.fit(Interactions.construct(frame)).lightning_model
 
 
-@entry("rectools", "rectools", note="needs pandas 2")
+@entry("rectools", "rectools", note="needs pandas 2; draws its first weights in on_train_start")
 def rectools_sasrec() -> nn.Module:
     return rectools("SASRecModel")
 
 
-@entry("rectools", "rectools", note="needs pandas 2")
+@entry("rectools", "rectools", note="needs pandas 2; draws its first weights in on_train_start")
 def rectools_bert4rec() -> nn.Module:
     return rectools("BERT4RecModel")
 

@@ -85,10 +85,10 @@ def counterpart(api: Api) -> Counterpart:
 def _stand_in(api: Api) -> tuple[str, str]:
     """The path of the stand-in for a library's name, and what to use instead if it raises an error when it is used; empty if there is none."""
     package = ".".join(filter(None, (_INTEROP_OF[api.library], api.path.rpartition(".")[0])))
-    found = peers.find(package, api.name)
-    if found is None:
+    name = peers.find(package, api.name)
+    if name is None:
         return "", ""
-    return f"{package}.{api.name}", peers.advice(package, found).rstrip(".") if found.kind in peers.REFUSED else ""
+    return f"{package}.{api.name}", peers.advice(package, name).rstrip(".") if name.kind in peers.REFUSED else ""
 
 
 def refused(counterpart: object) -> str:

@@ -160,8 +160,8 @@ class Walker(ast.NodeVisitor):
         """The value of an argument with this annotation, if one of the classes that it allows is known."""
         alternatives = [*_alternatives(annotation)]
         value = next(filter(None, map(self._of_alternative, alternatives)), None)
-        others = (item for item in alternatives if not _is_none(item) and self._of_alternative(item) is None)
-        if value is not None and any(others):  # an object of another class may have any attribute
+        unknown = (item for item in alternatives if not _is_none(item) and self._of_alternative(item) is None)
+        if value is not None and any(unknown):  # an object of another class may have any attribute
             return Value(replace(value.known_object, all_names_known=False), value.cls)
         return value
 
@@ -180,7 +180,7 @@ class Walker(ast.NodeVisitor):
         return None if name is None else Value(known_objects()[name])
 
     def _meaning(self, node: ast.expr) -> Meaning:
-        """What a (dotted) name refers to; ``None`` if the function at hand has imported another package under this name."""
+        """The object that a (dotted) name refers to; ``None`` if the function at hand has imported another package under this name."""
         root = node
         while isinstance(root, ast.Attribute):
             root = root.value
@@ -283,7 +283,9 @@ class Walker(ast.NodeVisitor):
         """The value of a method's argument that is annotated with a class of a library that is followed."""
         for argument in (*method.args.args, *method.args.kwonlyargs):
             if argument.arg == name and argument.annotation is not None:
-                meanings = (self.names.meaning(each, source) for each in _alternatives(argument.annotation))
+                meanings = (
+                    self.names.meaning(alternative, source) for alternative in _alternatives(argument.annotation)
+                )
                 return next(filter(None, map(self._instance, meanings)), None)
         return None
 
@@ -566,8 +568,8 @@ def _names_with_values(branch: Sequence[ast.stmt]) -> set[str]:
         target.id
         for node in assignments
         if not _is_none(node.value)
-        for each in node.targets
-        for target in ast.walk(each)
+        for assigned in node.targets
+        for target in ast.walk(assigned)
         if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
     }
 

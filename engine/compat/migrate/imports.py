@@ -221,7 +221,7 @@ class Names:
         return None
 
     def _imported_by_call(self, call: ast.Call, source: Source, depth: int) -> Meaning:
-        """What ``importlib.import_module("name")``, ``__import__("name")`` or ``getattr(module, "name")`` returns, if the name is a literal."""
+        """The object that ``import_module("name")``, ``__import__("name")`` or ``getattr(module, "name")`` returns, if the name is a literal."""
         texts = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
         if not texts or not isinstance(text := texts[0], str):
             return None

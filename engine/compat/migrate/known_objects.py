@@ -93,6 +93,29 @@ PLAIN_OBJECT = KnownObject("object", all_names_known=False)
 """An instance of a user's class without a base of the libraries; only the known objects among its attributes matter."""
 CHECKPOINT = KnownObject("checkpoint", all_names_known=False)
 """The dict that ``on_save_checkpoint`` and ``on_load_checkpoint`` receive."""
+_PRIVATE = dict.fromkeys(
+    (
+        *(
+            "_hparams",
+            "_set_hparams",
+            "_to_hparams_dict",
+            "_log_hyperparams",
+            "_strict_loading",
+            "_automatic_optimization",
+            "_current_fx_name",
+        ),
+        *(
+            "_apply_batch_transfer_handler",
+            "_on_before_batch_transfer",
+            "_call_batch_hook",
+            "_example_input_array",
+            "_metric_attributes",
+        ),
+        *("_param_requires_grad_state", "_fabric", "_fabric_optimizers", "_verify_is_manual_optimization"),
+    ),
+    "it is private in Lightning, and not there: save_hyperparameters(mapping) sets hyperparameters, self.run is the run",
+)
+"""Private attributes of Lightning's module, which published packages use -> what to do."""
 _UNCALLED = {name: f"it is never called: define {hooks}" for name, hooks in REPLACED.items()}
 _CLASS_FACTS = {
     "Trainer": KnownObject(
@@ -109,7 +132,7 @@ _CLASS_FACTS = {
 
 
 def followed(api: Api) -> KnownObject | None:
-    """What is known about an instance of a library class; ``None`` if instances of this class are not followed."""
+    """Facts about an instance of a library class; ``None`` if instances of this class are not followed."""
     if api.library == TRANSFORMERS:
         return _of_transformers(api) if api.name.endswith("Trainer") else None
     return known_objects()[FOLLOWED[api.name]] if api.name in FOLLOWED else None
@@ -123,7 +146,7 @@ def calls_with_trainer(method: str) -> bool:
 
 
 def _of_transformers(api: Api) -> KnownObject:
-    """What is known about an instance of a class of transformers that belongs to its ``Trainer``."""
+    """Facts about an instance of a class of transformers that belongs to its ``Trainer``."""
     roles = {
         "Trainer": "trainer of transformers",
         "Callback": "callback of transformers",
@@ -199,7 +222,7 @@ def known_objects() -> Mapping[str, KnownObject]:
     return {
         "module": replace(
             module,
-            advice=_UNCALLED | MODULE,
+            advice=_UNCALLED | _PRIVATE | MODULE,
             uncalled=_UNCALLED,
             known_attributes=trainer_attribute,
             all_names_known=False,

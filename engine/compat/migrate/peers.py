@@ -29,8 +29,8 @@ def has_module(path: str) -> bool:
 def find(path: str, name: str) -> PeerName | None:
     """The name in the other trainer's module that the module ``path`` of ``engine.interop`` stands for; ``None`` if there is none."""
     for peers, place in _places(path):
-        if (found := peers.find(place, name)) is not None:
-            return found
+        if (peer_name := peers.find(place, name)) is not None:
+            return peer_name
     return None
 
 
