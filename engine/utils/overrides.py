@@ -28,11 +28,11 @@ def use_base_methods(owner: Any, base: type) -> dict[str, bool]:
         The names, and whether the object itself had ``None`` there; for :func:`set_to_none`.
     """
     methods = _methods(base)
-    found = [name for name, value in vars(owner).items() if value is None and name in methods]
+    none_names = [name for name, value in vars(owner).items() if value is None and name in methods]
     for part in type(owner).__mro__[: type(owner).__mro__.index(base)]:
-        found += [name for name, value in vars(part).items() if value is None and name in methods]
+        none_names += [name for name, value in vars(part).items() if value is None and name in methods]
     names = {}
-    for name in found:
+    for name in none_names:
         if getattr(owner, name) is None:
             names[name] = name in vars(owner)
             vars(owner)[name] = MethodType(methods[name], owner)

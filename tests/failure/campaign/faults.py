@@ -63,7 +63,7 @@ FAULTS = {
     ),
     "removal": Fault(
         "what was still to be removed is forgotten", "engine/loop/run.py",
-        "            content.shared[\"postponed\"] += remove", "            content.shared[\"postponed\"] += []",
+        "content.shared[\"postponed\"] = [*folder.to_remove, *remove]", "content.shared[\"postponed\"] = [*folder.to_remove]",
     ),
     "orphan": Fault(
         "ranks do not end with the process that has started them", "engine/launch/child.py",
