@@ -309,6 +309,24 @@ class _Probe(Callback):
         self.size = size
         self.samples_per_rank: int | None = None
 
+    def setup(self, run: Run, module: nn.Module, stage: str) -> None:
+        if run.world_size == 1:
+            return
+        if type(run.engine.strategy).__name__ != "DDP" or not isinstance(module, TrainModule):
+            raise ValueError(
+                f"find_batch_size with several ranks works with strategy='ddp', not with {type(run.engine.strategy).__name__}: "
+                "a rank that runs out of memory there leaves the others waiting"
+            )
+        step = module.training_step
+
+        def step_after_trial(*args: Any) -> Any:
+            error = _memory_error_of(lambda: step(*args), module)
+            if run.engine.reduce(torch.tensor(float(error is not None), device=run.device), "max"):
+                raise _TooLarge("out of memory on a rank" if error is None else str(error))
+            return step(*args)
+
+        module.training_step = step_after_trial  # type: ignore[method-assign,assignment]
+
     def on_fit_start(self, run: Run, module: nn.Module) -> None:
         assert run.train_loader is not None
         loader, samples = run.train_loader.loader, run.train_loader.samples
@@ -322,21 +340,6 @@ class _Probe(Callback):
             self.samples_per_rank = max(1, samples // run.world_size)
         elif run.num_train_batches == 1:
             self.samples_per_rank = self.size
-        if run.world_size > 1:
-            if type(run.engine.strategy).__name__ != "DDP" or not isinstance(module, TrainModule):
-                raise ValueError(
-                    f"find_batch_size with several ranks works with strategy='ddp', not with {type(run.engine.strategy).__name__}: "
-                    "a rank that runs out of memory there leaves the others waiting"
-                )
-            step = module.training_step
-
-            def step_after_trial(*args: Any) -> Any:
-                error = _memory_error_of(lambda: step(*args), module)
-                if run.engine.reduce(torch.tensor(float(error is not None), device=run.device), "max"):
-                    raise _TooLarge("out of memory on a rank" if error is None else str(error))
-                return step(*args)
-
-            module.training_step = step_after_trial  # type: ignore[method-assign,assignment]
 
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         """Log nothing."""

@@ -146,7 +146,7 @@ def run(name, strategy="ddp", **options):
         fit(sys.argv[1], devices="auto", strategy=strategy, callbacks=[Flips(name), check]).run(Net(), [torch.ones(2, 4)] * 12)
     except CheckError as error:
         return [check.checked_step, str(error)]
-    return [check.checked_step, [line for line in said if "ReplicaCheck" in line]]
+    return [check.checked_step, [line for line in said if line.startswith("ReplicaCheck")]]
 
 
 tp = lambda: MeshParallel(tp=2, plan={"a": ColwiseParallel(), "b": RowwiseParallel()})

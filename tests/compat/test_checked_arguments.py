@@ -24,6 +24,7 @@ from engine.compat.lightning.trainer import Trainer
 REQUIRED: dict[str, dict[str, Any]] = {
     "StochasticWeightAveraging": {"swa_lrs": 0.1},
     "EarlyStopping": {"monitor": "loss"},
+    "SavesOnException": {"dirpath": "x"},
     "GradientAccumulationScheduler": {"scheduling": {0: 1}},
     "TensorBoardLogger": {"save_dir": "x"},
     "CSVLogger": {"save_dir": "x"},

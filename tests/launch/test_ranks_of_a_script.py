@@ -123,12 +123,12 @@ def test_an_error_is_told_once_with_the_users_lines(tmp_path: Path, ranks: str) 
     assert lines.count("Traceback (most recent call last):") == 1
     files = [line.split('"')[1] for line in lines if line.startswith("  File ")]
     assert files == [str(tmp_path / "train.py")] * 2  # the call of run, and training_step
-    other = "rank 1: ValueError: bad luck" if ranks == "01" else "rank 0: was ended because of it"
-    assert [line for line in lines if "bad luck" in line or "because" in line] == [
-        '    raise ValueError("bad luck")',
-        "ValueError: bad luck",
-        other,
-    ]
+    raised, message, *others = [line for line in lines if "bad luck" in line or "because" in line]
+    assert (raised, message) == ('    raise ValueError("bad luck")', "ValueError: bad luck")
+    # On a busy machine rank 0 may notice the lost connection, and fail by itself, before it is ended.
+    assert others in (
+        [["rank 1: ValueError: bad luck"]] if ranks == "01" else [["rank 0: was ended because of it"], []]
+    )
     assert len(lines) <= 12, ran.stderr
 
 

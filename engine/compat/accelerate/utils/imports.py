@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 
 from engine.compat.key_file import flag
-from engine.utils import accelerator
+from engine.utils import accelerator, cuda
 
 _DEVICES = ("cuda", "mps", "xpu", "npu", "hpu", "mlu", "musa", "sdaa", "neuron")
 _PACKAGES = {
@@ -33,7 +33,7 @@ def available(what: str) -> bool:
     if what in _DEVICES:
         return device.type == what
     if what == "rocm":
-        return torch.version.hip is not None and device.type == "cuda"
+        return cuda.toolkit().startswith("ROCm") and device.type == "cuda"
     if what == "torch_distributed":
         return dist.is_available()
     if what == "xccl":
