@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.utils import accelerator
 
@@ -17,7 +18,8 @@ _numbers = itertools.count()
 
 
 class UnreachedParameters:
-    """Finds the parameters that no rank has reached among those for which this rank reduces a zero, without a collective.
+    """Finds the parameters that no rank has reached among those for which this rank reduces a zero, without a collective. Created by all ranks
+    together.
 
     A rank that has reached all parameters does nothing. Another rank writes into the job's store which ones it has not reached, before it takes
     part in the last reduction of the backward pass. Once this reduction is complete on this rank, all ranks have begun it, and so have written: a
@@ -31,7 +33,9 @@ class UnreachedParameters:
     def __init__(self, ranks: Group, parameters: Sequence[Tensor]) -> None:
         self._ranks, self._numbers = ranks, {id(p): number for number, p in enumerate(parameters)}
         self._parameters = parameters
-        self._topic = f"unreached/{next(_numbers)}/{ranks.ranks[0]}"
+        # The counts may differ: a rank may have had a model of its own, or an error in an earlier training of this process.
+        number = max(gather_json(ranks, next(_numbers)))
+        self._topic = f"unreached/{number}/{ranks.ranks[0]}"
         self._store: Any = None
         self.missing: dict[int, Tensor] = {}
         """The parameters, by id, that neither this rank has reached in this window nor, as far as it knows, another."""
