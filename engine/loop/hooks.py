@@ -78,11 +78,11 @@ class Hooks:
                 if event in SPLIT_EVENTS
                 else (early, late)
             )
-            pairs = self._pairs(first, event)
+            pairs = self._pairs(first, event) if first else []
             if event in of_module:
                 pairs.append((owner, _of_module(module, event)))
                 self._called.add((id(module), event))
-            closing = self._pairs(last, event)
+            closing = self._pairs(last, event) if last else []
             if event in SPLIT_EVENTS:
                 if closing:
                     self._set(f"last_{event}", closing)

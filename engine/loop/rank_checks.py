@@ -37,6 +37,8 @@ def compare_settings(run: Run) -> None:
     Raises:
         CheckError: ranks differ; raised on all ranks, with the differences.
     """
+    if run.world_size == 1:
+        return
     settings = {field.name: plain_text(getattr(run.settings, field.name)) for field in fields(run.settings)}
     facts = {name: value for name, value in settings.items() if name not in _OWN_SETTINGS}
     shared = [type(callback).__name__ for callback in run.callbacks if _needs_all_ranks(callback)]
