@@ -15,11 +15,14 @@ PATIENCE_S = 5.0
 
 
 @contextmanager
-def told_waiting(ranks: Group, why: str) -> Iterator[None]:
+def told_waiting(ranks: Group, why: str) -> Iterator[str]:
     """Warn if the block, in which this rank waits for the others, takes longer than :data:`PATIENCE_S`; reports of hangs tell it, too.
 
     Args:
         why: the reason, as in "because requires_grad of head.weight has changed here".
+
+    Yields:
+        What this rank is doing, for an error.
     """
     doing = f"waiting for the other ranks, {why}"
     warning = threading.Timer(PATIENCE_S, logger.warning, [f"rank {ranks.rank} is {doing}"])
@@ -27,6 +30,6 @@ def told_waiting(ranks: Group, why: str) -> Iterator[None]:
     warning.start()
     try:
         with stacks.doing(doing):
-            yield
+            yield doing
     finally:
         warning.cancel()

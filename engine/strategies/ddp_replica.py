@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
@@ -15,20 +14,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from engine.distributed import stacks
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
+from engine.distributed.waiting import told_waiting
 from engine.step.gradients import check_held
 from engine.step.position import Position
 from engine.strategies.base import broadcast_from_rank_0, trained_parameters
 from engine.strategies.model_structure import TrainedParameters
 from engine.strategies.unreduced_gradients import PassCount, average
 from engine.utils import torch_private
-from engine.utils.log import logger
 from engine.utils.tree import leaves
 
-PATIENCE_S = 5.0
-"""Seconds after which a rank whose model has changed warns that other ranks have not made this change."""
 _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 """The end of torch's error about an unfinished reduction; its numbers are indices of the parameters that the reducer was given."""
 _KEPT_ATTRIBUTES = (*vars(nn.Module()), "require_forward_param_sync")
@@ -258,17 +254,12 @@ class Replica(DistributedDataParallel):
         """Raise on all ranks unless all have made the same change. Waits, with a warning, for ranks that have not changed their model."""
         names = self._seen.names(parameters)
         form = [what, inside, *([name, list(p.shape), str(p.dtype)] for name, p in zip(names, parameters, strict=True))]
-        doing = f"waiting for the other ranks to make the same change of the model, which {what} on this rank: {_first_names(names)}"
-        warning = threading.Timer(PATIENCE_S, logger.warning, [f"rank {self._ranks.rank} is {doing}"])
-        warning.daemon = True
-        warning.start()
-        try:
-            with stacks.doing(doing):
+        why = f"which must make the same change of the model. It {what} on this rank: {_first_names(names)}"
+        with told_waiting(self._ranks, why) as doing:
+            try:
                 digests = gather_json(self._ranks, hashlib.sha256(repr(form).encode()).hexdigest())
-        except RuntimeError as error:
-            raise RuntimeError(f"rank {self._ranks.rank} was {doing}: {error}") from error
-        finally:
-            warning.cancel()
+            except RuntimeError as error:
+                raise RuntimeError(f"rank {self._ranks.rank} was {doing}: {error}") from error
         if len(set(digests)) > 1:
             raise ValueError(
                 f"the ranks have changed the model in different ways:\n{_differences(gather_json(self._ranks, form))}"

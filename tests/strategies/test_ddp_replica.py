@@ -635,7 +635,7 @@ os._exit(0)
 def test_a_change_of_one_rank_alone_is_named_when_the_wait_for_the_others_ends() -> None:
     alone, _ = run_ranks(ALONE, 2)
     assert (
-        "waiting for the other ranks to make the same change of the model, which now trains these parameters on this rank"
+        "waiting for the other ranks, which must make the same change of the model. It now trains these parameters on this rank"
         in alone.value
     )
     assert "0.weight, 0.bias" in alone.value

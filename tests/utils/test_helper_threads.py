@@ -31,7 +31,7 @@ TESTS = {
     "engine/utils/helper_threads.py": "utils/test_helper_threads.py: test_an_error_is_reported_with_what_it_means",
 }
 """Where errors of the threads that a file starts are tested."""
-LOG_LINES = {"engine/strategies/ddp_replica.py", "engine/distributed/waiting.py"}
+LOG_LINES = {"engine/distributed/waiting.py"}
 """Files whose threads only log a line."""
 
 
