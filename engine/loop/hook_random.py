@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from functools import wraps
 from typing import Any
 
 from engine.loop.hooks import Hook
 from engine.loop.run import Run
 from engine.step.gradient_sync import StepStream
-from engine.utils import seed
+from engine.step.optimizer_random import SharedNumbers, seed_from
 
 EVENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 """Events at which gradients are those of all ranks, and a hook may change them or the weights."""
@@ -65,24 +64,10 @@ class HookRandom:
         return self._streams[key]
 
     def _draw(self, name: str, hook: Hook, args: tuple[Any, ...], stream: StepStream) -> Any:
-        """Call the hook on the shared numbers.
-
-        Raises:
-            ValueError: it has drawn some, and ranks with the same values would not draw alike.
-        """
+        """Call the hook on the shared numbers."""
         step = self._state.step
         self._step, self._calls = step, self._calls + 1 if step == self._step else 0
-        text = f"{self._engine.seed} {stream.number} {step} {self._calls} {name}"
-        states = seed.states()
-        try:
-            seed.reseed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little"))
-            before = seed.states() if stream.obstacle else None
-            result = hook(*args)
-            if before is not None and not seed.are_equal(before, seed.states()):
-                raise ValueError(
-                    f"{name} draws random numbers, and {stream.obstacle}: copies of the same values would drift apart. Draw them from a generator "
-                    "that is seeded alike on all ranks, or use strategy='ddp'"
-                )
-            return result
-        finally:
-            seed.set_states(states)
+        start = seed_from(self._engine.seed, stream.number, step, self._calls, name)
+        advice = "Draw them from a generator that is seeded alike on all ranks, or use strategy='ddp'"
+        with SharedNumbers(stream, start, f"{name} draws random numbers", advice):
+            return hook(*args)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from functools import wraps
 from types import MethodType
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -61,9 +61,8 @@ class OptimizerRandom:
         return self._gradient_sync.explain(error, f"the step of {type(optimizer).__name__}")
 
     def seed_of(self, stream: int, count: int) -> int:
-        """The seed of the step after ``count`` others. Below 2**32, because torch's generator on CPUs takes no more of it."""
-        text = f"{self._base} {stream} {count}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
+        """The seed of the step after ``count`` others."""
+        return seed_from(self._base, stream, count)
 
     def leave(self) -> None:
         """Release all optimizers: their steps are what they were."""
@@ -128,6 +127,63 @@ def may_draw(optimizer: Optimizer) -> bool:
     return not is_of_torch(optimizer) or any(hooks)
 
 
+def seed_from(*parts: int | str) -> int:
+    """A seed that follows from ``parts``. Below 2**32, because torch's generator on CPUs takes no more of it."""
+    return int.from_bytes(hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=4).digest(), "little")
+
+
+class SharedNumbers:
+    """A block that runs on the random numbers that ranks with the same values share; afterwards the rank's own numbers continue.
+
+    Args:
+        stream: says which ranks share them.
+        start: the seed.
+        what: the sentence of an error that says who draws.
+        advice: the end of an error.
+
+    Raises:
+        ValueError: at the block's end: it has drawn some, and ranks with the same values would not draw alike.
+    """
+
+    def __init__(self, stream: StepStream, start: int, what: str, advice: str) -> None:
+        self._stream, self._start, self._what, self._advice = stream, start, what, advice
+        self._own: seed.States | None = None
+        """The rank's own numbers while the block runs."""
+
+    def __enter__(self) -> Self:
+        self._own = seed.states()
+        seed.reseed(self._start)
+        self._before = seed.states() if self._stream.obstacle else None
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        assert self._own is not None
+        drew = kind is None and self._before is not None and not seed.are_equal(self._before, seed.states())
+        seed.set_states(self._own)
+        self._own = None
+        if drew:
+            raise ValueError(
+                f"{self._what}, and {self._stream.obstacle}: copies of the same values would drift apart. {self._advice}"
+            )
+
+    def on_own(self, argument: Any) -> Any:
+        """The argument of a step; a closure, which evaluates the loss, draws from the rank's own numbers."""
+        if not callable(argument):
+            return argument
+
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            assert self._own is not None
+            shared = seed.states()
+            seed.set_states(self._own)
+            try:
+                return argument(*args, **kwargs)
+            finally:
+                self._own = seed.states()
+                seed.set_states(shared)
+
+        return closure
+
+
 class SharedStep:
     """The replaced ``step`` of one optimizer."""
 
@@ -137,7 +193,6 @@ class SharedStep:
         """The number of steps so far, also of earlier runs."""
         self._stream: StepStream | None = None
         self._stepped = self._left = False
-        self._own: seed.States | None = None  # the rank's own numbers while the step runs on the shared ones
         self._original = optimizer.step
         self._before = vars(optimizer).get("step")  # torch's schedulers replace the method, too
 
@@ -183,42 +238,10 @@ class SharedStep:
         return True
 
     def _draw(self, stream: StepStream, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Step on the shared numbers.
-
-        Raises:
-            ValueError: the step has drawn some, and ranks with the same values would not draw alike.
-        """
-        self._own = seed.states()
-        try:
-            seed.reseed(self._random.seed_of(stream.number, self.count))
-            before = seed.states() if stream.obstacle else None
-            result = self._original(
-                *map(self._on_own_numbers, args),
-                **{name: self._on_own_numbers(value) for name, value in kwargs.items()},
+        """Step on the shared numbers."""
+        start = self._random.seed_of(stream.number, self.count)
+        what = f"{type(self.optimizer).__name__} draws random numbers in its step"
+        with SharedNumbers(stream, start, what, "Use strategy='ddp', or an optimizer that draws none") as numbers:
+            return self._original(
+                *map(numbers.on_own, args), **{name: numbers.on_own(value) for name, value in kwargs.items()}
             )
-            if before is not None and not seed.are_equal(before, seed.states()):
-                raise ValueError(
-                    f"{type(self.optimizer).__name__} draws random numbers in its step, and {stream.obstacle}: copies of the same values would "
-                    "drift apart. Use strategy='ddp', or an optimizer that draws none"
-                )
-            return result
-        finally:
-            seed.set_states(self._own)
-            self._own = None
-
-    def _on_own_numbers(self, argument: Any) -> Any:
-        """The argument; a closure, which evaluates the loss, draws from the rank's own numbers."""
-        if not callable(argument):
-            return argument
-
-        def closure(*args: Any, **kwargs: Any) -> Any:
-            assert self._own is not None
-            shared = seed.states()
-            seed.set_states(self._own)
-            try:
-                return argument(*args, **kwargs)
-            finally:
-                self._own = seed.states()
-                seed.set_states(shared)
-
-        return closure
