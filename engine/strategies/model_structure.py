@@ -90,9 +90,6 @@ class ShardedStructure:
 
     def __init__(self, model: nn.Module, who: str, ranks: Group | None) -> None:
         self._model, self._called, self._who, self._ranks = user_module(model), model, who, ranks
-        self._parameters: list[dict[str, nn.Parameter | None]] = []
-        self._trained: list[bool] = []
-        self._trained_names: set[str] = set()
         self._record()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,41 @@ from torch import Tensor
 from engine.distributed.collectives import gather_json
 from engine.distributed.group import Group
 from engine.strategies.deepspeed.gathered_order import GatheredOrder
+
+
+class ReductionOrder:
+    """The order in which all ranks reduce the gradients of parameters, by the parameters' numbers.
+
+    Args:
+        ranks: the ranks that reduce gradients together.
+        numbers: a guess of the order, for the first pass; then rank 0 tells the others in which order it has reached the parameters.
+    """
+
+    def __init__(self, ranks: Group, numbers: Sequence[int]) -> None:
+        self._ranks, self._numbers = ranks, list(numbers)
+        self._is_known = False
+        self._next = 0
+        self.reached: dict[int, None] = {}
+        """The parameters that this rank's backward pass has reached, in order."""
+
+    def reach(self, number: int) -> Iterator[int]:
+        """Record that the backward pass has computed a gradient, and yield the parameters whose gradients can be reduced now."""
+        self.reached[number] = None
+        while self._next < len(self._numbers) and self._numbers[self._next] in self.reached:
+            self._next += 1
+            yield self._numbers[self._next - 1]
+
+    def left(self) -> list[int]:
+        """The parameters whose gradients are still to be reduced."""
+        return self._numbers[self._next :]
+
+    def end(self) -> None:
+        """End the pass."""
+        if not self._is_known:
+            self._numbers = _with_unreached(gather_json(self._ranks, list(self.reached))[0], len(self._numbers))
+            self._is_known = True
+        self._next = 0
+        self.reached.clear()
 
 
 class ReducedOrder:
@@ -30,11 +66,7 @@ class ReducedOrder:
             (p, group) for group, parameters in enumerate(wrapper.bit16_groups) for p in parameters if p.requires_grad
         ]
         self._numbers = {id(p): number for number, (p, _) in enumerate(self._parameters)}
-        self._order = list(reversed(range(len(self._parameters))))
-        """The numbers of the parameters in the order in which all ranks reduce them."""
-        self._is_known = False
-        self._next = 0
-        self._reached: dict[int, None] = {}
+        self._order = ReductionOrder(ranks, range(len(self._parameters))[::-1])
         self._process, self._finish = wrapper.process_gradients, wrapper.overlapping_partition_gradients_reduce_epilogue
         self._reduce = wrapper.reduce_gradients
         if wrapper.partition_gradients:
@@ -57,25 +89,18 @@ class ReducedOrder:
 
     def _reach(self, parameter: Tensor, group: int) -> None:
         """Stage 2: reduce what can be reduced now that the backward pass has computed this gradient."""
-        order, reached = self._order, self._reached
-        reached[self._numbers[id(parameter)]] = None
-        while self._next < len(order) and order[self._next] in reached:
-            self._process(*self._parameters[order[self._next]])
-            self._next += 1
+        for number in self._order.reach(self._numbers[id(parameter)]):
+            self._process(*self._parameters[number])
 
     def _end(self) -> None:
         """Stage 2: reduce all that is left, and finish the reductions of a backward pass."""
-        for number in self._order[self._next :]:
-            if number in self._reached:
+        for number in self._order.left():
+            if number in self._order.reached:
                 self._process(*self._parameters[number])
             else:
                 self._zero(*self._parameters[number])
         self._finish()
-        if not self._is_known:
-            self._order = _with_unreached(gather_json(self._ranks, list(self._reached))[0], len(self._parameters))
-            self._is_known = True
-        self._next = 0
-        self._reached.clear()
+        self._order.end()
 
 
 class ShardedReducedOrder:
@@ -94,49 +119,39 @@ class ShardedReducedOrder:
         self._ranks, self._wrapper, self._gathered = ranks, wrapper, gathered
         self._parameters: list[Any] = [p for group in wrapper.fp16_groups for p in group if p.requires_grad]
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
-        self._order: list[int] = []
-        self._is_known = False
-        self._next = 0
-        self._reached: dict[int, None] = {}
+        self._order: ReductionOrder | None = None
         self._process = wrapper.reduce_ready_partitions_and_remove_grads
         self._finish = wrapper.overlapping_partition_gradients_reduce_epilogue
         wrapper.reduce_ready_partitions_and_remove_grads = self._reach
         wrapper.overlapping_partition_gradients_reduce_epilogue = self._end
 
-    def _guess(self) -> list[int]:
-        """The parameters of the modules in the order of a backward pass, then all others."""
-        modules = [] if self._gathered is None else self._gathered.backward_guess()
-        of_modules = [self._numbers.get(id(p)) for module in modules for p in reversed(module._parameters.values())]
-        numbers = [number for number in of_modules if number is not None]
-        return list(dict.fromkeys([*numbers, *reversed(range(len(self._parameters)))]))
+    def _known_order(self) -> ReductionOrder:
+        """The order; first a guess, which the first backward pass needs: the parameters of the modules in the order of this pass, then all others."""
+        if self._order is None:
+            modules = [] if self._gathered is None else self._gathered.backward_guess()
+            of_modules = [self._numbers.get(id(p)) for module in modules for p in reversed(module._parameters.values())]
+            numbers = [number for number in of_modules if number is not None]
+            self._order = ReductionOrder(
+                self._ranks, list(dict.fromkeys([*numbers, *reversed(range(len(self._parameters)))]))
+            )
+        return self._order
 
     def _reach(self, parameter: Tensor) -> None:
         """Reduce what can be reduced now that the backward pass has computed this gradient."""
-        order, reached = self._order or self._guessed(), self._reached
-        reached[self._numbers[id(parameter)]] = None
-        while self._next < len(order) and order[self._next] in reached:
-            self._process(self._parameters[order[self._next]])
-            self._next += 1
-
-    def _guessed(self) -> list[int]:
-        self._order = self._guess()
-        return self._order
+        for number in self._known_order().reach(self._numbers[id(parameter)]):
+            self._process(self._parameters[number])
 
     def _end(self) -> None:
         """Reduce all that is left, and finish the reductions of a backward pass."""
         if self._gathered is not None:
             self._gathered.end_backward_pass()
-        order = self._order or self._guessed()
-        for number in order[self._next :]:
-            if number not in self._reached:
+        order = self._known_order()
+        for number in order.left():
+            if number not in order.reached:
                 self._zero(self._parameters[number])
             self._process(self._parameters[number])
         self._finish()
-        if not self._is_known:
-            self._order = _with_unreached(gather_json(self._ranks, list(self._reached))[0], len(self._parameters))
-            self._is_known = True
-        self._next = 0
-        self._reached.clear()
+        order.end()
 
     def _zero(self, parameter: Any) -> None:
         """Give a zero gradient of the whole shape to a parameter, which is a shard now."""
