@@ -29,7 +29,7 @@ from engine.loop.run import PendingSetUp, Run
 from engine.loop.steps import AutomaticOptimization, ManualOptimization, PipelinedOptimization
 from engine.metrics.torchmetrics_values import connect_metrics
 from engine.module import TrainModule, overrides
-from engine.step.optimizers import UnknownKeys, configured, needs_closure
+from engine.step.optimizers import configured, needs_closure
 from engine.utils.extensions import refuse_uncalled
 from engine.utils.log import StartLog, warn_once
 from engine.utils.overrides import overridden_methods
@@ -234,11 +234,12 @@ def set_up_optimizers(run: Run) -> None:
         if not module.may_train_nothing:
             raise TypeError(message)
         _warn(run, message)
-    if module.leaves_out_unknown_keys:
-        for message in (unknown := UnknownKeys(configuration)).messages:
-            _warn(run, message)
-        configuration = unknown.others
-    raw_optimizers, schedules = configured(configuration, module.automatic_optimization)
+    unknown_keys: list[str] = []
+    raw_optimizers, schedules = configured(
+        configuration, module.automatic_optimization, unknown_keys if module.leaves_out_unknown_keys else None
+    )
+    for message in unknown_keys:
+        _warn(run, message)
     if overridden:
         check_parameters(module, raw_optimizers)
     engine.prepared.saves = any(callback.is_checkpoint for callback in run.callbacks)

@@ -91,16 +91,20 @@ def counters(optimizer: Any) -> set[str]:
     return set(optimizer.defaults) - set(inspect.signature(type(optimizer)).parameters)
 
 
-def configured(result: Any, automatic: bool = True) -> tuple[list[Optimizer], list[Schedule]]:
+def configured(
+    result: Any, automatic: bool = True, unknown_keys: list[str] | None = None
+) -> tuple[list[Optimizer], list[Schedule]]:
     """The optimizers and schedules in a result of ``configure_optimizers``, which may have any of Lightning's forms.
 
-    ``automatic``: whether the run steps the schedulers, and not the module.
+    Args:
+        automatic: whether the run steps the schedulers, and not the module.
+        unknown_keys: gets a message for each unknown key of a dict, which is left out; ``None``: such a key is an error.
 
     Raises:
         TypeError, ValueError: the result has another form, an optimizer has no parameters to train, or a scheduler belongs to an optimizer that is
             not returned.
     """
-    optimizers, schedules = _parse(result)
+    optimizers, schedules = _parse(result, unknown_keys)
     if len({id(o) for o in optimizers}) < len(optimizers):
         raise ValueError("configure_optimizers returned the same optimizer twice")
     for optimizer in optimizers:
@@ -133,58 +137,44 @@ _KEYS = ("optimizer", "lr_scheduler", "monitor")
 _SCHEDULE_KEYS = tuple(field.name for field in fields(Schedule) if field.init)
 
 
-def _unknown(entry: Mapping[str, Any], possible: Sequence[str], where: str) -> list[str]:
-    """One message for each key of ``entry`` that is not one of the possible keys."""
-    return [
+def _known(
+    entry: Mapping[str, Any], possible: Sequence[str], where: str, unknown_keys: list[str] | None
+) -> dict[str, Any]:
+    """The items of ``entry`` with possible keys.
+
+    Raises:
+        ValueError: there is another key, and ``unknown_keys`` is ``None``.
+    """
+    messages = [
         f"configure_optimizers: unknown key {key!r}{where}{nearest(key, possible)}; possible: {', '.join(possible)}"
         for key in entry
         if key not in possible
     ]
+    if messages and unknown_keys is None:
+        raise ValueError(messages[0])
+    if unknown_keys is not None:
+        unknown_keys += [f"{message}; it is left out" for message in messages]
+    return {key: value for key, value in entry.items() if key in possible}
 
 
-class UnknownKeys:
-    """The unknown keys in the dicts of a result of ``configure_optimizers``: ``messages`` about them, and ``others``, the result without them."""
-
-    def __init__(self, result: Any) -> None:
-        self.messages: list[str] = []
-        self.others = self._without(result, _KEYS, "")
-
-    def _without(self, value: Any, possible: Sequence[str], where: str) -> Any:
-        if isinstance(value, (list, tuple)):
-            optimizer_keys, schedule_keys = (possible, where), (_SCHEDULE_KEYS, " in lr_scheduler")
-            in_two = len(value) == 2 and isinstance(value[0], (list, tuple))
-            return [
-                self._without(part, *(schedule_keys if in_two and index else optimizer_keys))
-                for index, part in enumerate(value)
-            ]
-        if not isinstance(value, Mapping):
-            return value
-        self.messages += [f"{message}; it is left out" for message in _unknown(value, possible, where)]
-        entry = {key: value[key] for key in value if key in possible}
-        if isinstance(entry.get("lr_scheduler"), Mapping):
-            entry["lr_scheduler"] = self._without(entry["lr_scheduler"], _SCHEDULE_KEYS, " in lr_scheduler")
-        return entry
-
-
-def _parse(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
+def _parse(result: Any, unknown_keys: list[str] | None) -> tuple[list[Optimizer], list[Schedule]]:
     if result is None:
         return [], []
     if isinstance(result, Mapping):
-        return _entry(result)
+        return _entry(result, unknown_keys)
     if not isinstance(result, (list, tuple)):
         return [_optimizer(result)], []
     if len(result) == 2 and isinstance(result[0], (list, tuple)):
         schedulers = result[1] if isinstance(result[1], (list, tuple)) else [result[1]]
-        return [_optimizer(o) for o in result[0]], [_schedule(s) for s in schedulers]
+        return [_optimizer(o) for o in result[0]], [_schedule(s, unknown_keys) for s in schedulers]
     if all(isinstance(part, Mapping) for part in result):
-        entries = [_entry(part) for part in result]
+        entries = [_entry(part, unknown_keys) for part in result]
         return [o for optimizers, _ in entries for o in optimizers], [s for _, schedules in entries for s in schedules]
     return [_optimizer(o) for o in result], []
 
 
-def _entry(entry: Mapping[str, Any]) -> tuple[list[Optimizer], list[Schedule]]:
-    for message in _unknown(entry, _KEYS, ""):
-        raise ValueError(message)
+def _entry(entry: Mapping[str, Any], unknown_keys: list[str] | None) -> tuple[list[Optimizer], list[Schedule]]:
+    entry = _known(entry, _KEYS, "", unknown_keys)
     if "optimizer" not in entry:
         raise ValueError('configure_optimizers: a dict needs the key "optimizer"')
     schedules = []
@@ -192,7 +182,7 @@ def _entry(entry: Mapping[str, Any]) -> tuple[list[Optimizer], list[Schedule]]:
         scheduler = entry["lr_scheduler"]
         if not isinstance(scheduler, Mapping):
             scheduler = {"scheduler": scheduler, "monitor": entry.get("monitor")}
-        schedules.append(_schedule(scheduler))
+        schedules.append(_schedule(scheduler, unknown_keys))
     return [_optimizer(entry["optimizer"])], schedules
 
 
@@ -205,10 +195,9 @@ def _optimizer(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def _schedule(entry: Any) -> Schedule:
+def _schedule(entry: Any, unknown_keys: list[str] | None) -> Schedule:
     if isinstance(entry, Mapping):
-        for message in _unknown(entry, _SCHEDULE_KEYS, " in lr_scheduler"):
-            raise ValueError(message)
+        entry = _known(entry, _SCHEDULE_KEYS, " in lr_scheduler", unknown_keys)
         if "scheduler" not in entry:
             raise ValueError('configure_optimizers: an lr_scheduler dict needs the key "scheduler"')
         return Schedule(**entry)
