@@ -12,7 +12,7 @@ from engine.data.feed import Feed, LoaderUse, MicroBatch
 from engine.data.indexed import IndexedFeed, PassBatches, counted_batches, indexed_feed
 from engine.data.order import epoch_of_repetition, mixed
 from engine.data.sample_counter import SampleCounter
-from engine.data.stream import StreamFeed, StreamReader, reader_for
+from engine.data.stream import StreamFeed, StreamReader, mixture_of, reader_for, seeded_stream
 from engine.data.user_loaders import flat_loaders, holds_loaders, presharded
 from engine.distributed.group import Group
 from engine.step.position import Share, shares
@@ -39,6 +39,7 @@ class CombinedLoader:
 
     Args:
         loaders: a dict, list or tuple of ``DataLoader``s, lists of batches, or iterables; or of further dicts, lists and tuples with loaders in them.
+            One loader alone gives its own batches.
         mode: ``"min_size"`` ends with the shortest member. ``"max_size_cycle"`` ends with the longest, and shorter members start again (in
             another order when they shuffle). ``"max_size"`` ends with the longest, and shorter members yield ``None`` once exhausted.
             ``"sequential"`` reads one member after the other, and ``training_step`` gets the member's batch alone, without its name.
@@ -53,15 +54,15 @@ class CombinedLoader:
             raise ValueError(
                 f"CombinedLoader(mode={mode!r}) is unknown{nearest(mode, MODES)}; possible: {', '.join(MODES)}"
             )
-        if not isinstance(loaders, (Mapping, list, tuple)):
-            raise TypeError(
-                f"CombinedLoader takes a dict, list or tuple of loaders, got {type(loaders).__name__}: {loaders!r:.80}"
-            )
-        if not loaders:
+        if isinstance(loaders, (str, bytes)):
+            raise TypeError(f"CombinedLoader takes loaders, got {type(loaders).__name__}: {loaders!r:.80}")
+        self._is_single = not isinstance(loaders, (Mapping, list, tuple))
+        if not self._is_single and not loaders:
             raise ValueError(f"CombinedLoader got no loaders: {loaders!r}")
         self.loaders, self.mode = loaders, mode
         self.members: list[Any] = []
-        named = loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders)
+        entries = [loaders] if self._is_single else loaders
+        named = entries.items() if isinstance(entries, Mapping) else enumerate(entries)
         for name, entry in named:
             for member in flat_loaders(entry):
                 if not isinstance(member, Iterable) and not hasattr(member, "__getitem__"):
@@ -73,7 +74,7 @@ class CombinedLoader:
                         f"CombinedLoader: {name!r} is a batch, not a loader: {type(member).__name__} of shape {tuple(member.shape)}"
                     )
                 self.members.append(member)
-        self._nested = len(self.members) > len(loaders) or any(map(holds_loaders, _entries(loaders)))
+        self._nested = len(self.members) > len(entries) or any(map(holds_loaders, _entries(entries)))
 
     @property
     def batch_size(self) -> int | None:
@@ -100,6 +101,8 @@ class CombinedLoader:
 
     def packed(self, batches: list[Any]) -> Any:
         """Put the members' batches into a container like the user's."""
+        if self._is_single:
+            return batches[0]
         if self._nested:
             return _filled(self.loaders, iter(batches))
         if isinstance(self.loaders, Mapping):
@@ -108,11 +111,13 @@ class CombinedLoader:
 
     def parts(self, batch: Any) -> list[Any]:
         """The members' batches in a combined batch: the opposite of :meth:`packed`."""
+        if self._is_single:
+            return [batch]
         return _parts(self.loaders, batch) if self._nested else _entries(batch)
 
     def with_members(self, members: list[Any]) -> CombinedLoader:
         """A loader with other members in the places of these."""
-        return CombinedLoader(_filled(self.loaders, iter(members)), self.mode)
+        return CombinedLoader(members[0] if self._is_single else _filled(self.loaders, iter(members)), self.mode)
 
 
 def _entries(container: Any) -> list[Any]:
@@ -145,7 +150,7 @@ def total(mode: str, counts: list[int]) -> int:
 
 
 def combined_feed(
-    loader: CombinedLoader, group: Group, seed: int, feistel: bool, use: LoaderUse
+    loader: CombinedLoader, group: Group, seed: int, computed_from: int, use: LoaderUse
 ) -> CombinedFeed | StreamFeed:
     """Create the feed of a combined loader. A collective.
 
@@ -154,9 +159,17 @@ def combined_feed(
     """
     # Each member has a seed of its own: with one seed, two members of the same length would be shuffled alike.
     feeds = [
-        indexed_feed(member, group, mixed(seed, index + 1), feistel) for index, member in enumerate(loader.members)
+        indexed_feed(member, group, mixed(seed, index + 1), computed_from)
+        for index, member in enumerate(loader.members)
     ]
     indexed_feeds = [feed for feed in feeds if feed is not None]
+    if any(feed is None and mixture_of(member) is not None for feed, member in zip(feeds, loader.members, strict=True)):
+        loader = loader.with_members(
+            [
+                seeded_stream(member, mixed(seed, index + 1)) if feeds[index] is None else member
+                for index, member in enumerate(loader.members)
+            ]
+        )
     are_presharded = [presharded(member) for member in loader.members]
     if any(are_presharded) and not all(are_presharded):
         raise ValueError(
@@ -214,6 +227,8 @@ class MemberPasses:
         self.drawn_by_all_ranks = feed.order is not None and feed.order.drawn_by_all_ranks
         self.start_state: Any = None
         """The state needed to draw this epoch's first pass again."""
+        self.repetitions = 1
+        """The number of passes in each epoch of the combination."""
 
     def begin(self, epoch: int, state: Any) -> int:
         """Start an epoch of the combination, and return the number of batches in one pass of this member."""
@@ -226,7 +241,10 @@ class MemberPasses:
         return self.count
 
     def draw(self, last: int) -> None:
-        """Draw the orders of the first ``last`` passes now, if that is a collective: later each rank reads at another position."""
+        """Draw the orders of the first ``last`` passes now, if that is a collective: later each rank reads at another position. The passes of data
+        that orders itself are numbered through, from epoch to epoch."""
+        if self.feed.drawn is not None and last != self.repetitions:
+            self.repetitions, self.passes = last, {}
         if self.drawn_by_all_ranks:
             for number in range(last):  # also passes before the position of a resume: a sampler may count its passes
                 self.batches_of(number)
@@ -237,8 +255,22 @@ class MemberPasses:
             if len(self.passes) > 2 and not self.drawn_by_all_ranks:
                 # The loader's workers are at most one pass ahead of the computed shares.
                 del self.passes[min(self.passes)]
-            self.passes[number] = self.feed.pass_batches(epoch_of_repetition(self.epoch, number))
+            self.passes[number] = self.feed.pass_batches(self.epoch_of(number))
         return self.passes[number]
+
+    def epoch_of(self, number: int) -> int:
+        """The epoch whose order is used by pass ``number`` within the epoch of the combination."""
+        if self.feed.drawn is not None:
+            return self.epoch * self.repetitions + number
+        return epoch_of_repetition(self.epoch, number)
+
+    def place_of(self, epoch: int, number: int) -> tuple[int, int]:
+        """The epoch of this member's own, and the position in it, before its batch ``number`` of an epoch of the combination."""
+        count = self.count or self.feed.batches_in_pass() or 1
+        passes, batches = divmod(number, count)
+        if passes == self.repetitions:  # the end of the last pass
+            passes, batches = passes - 1, count
+        return epoch * self.repetitions + passes, min(batches * self.feed.units_in_batch, self.feed.units or 0)
 
     def size(self, number: int) -> int:
         """The number of samples in batch ``number``, counted over the epoch's passes."""
@@ -290,6 +322,36 @@ class CombinedFeed(Feed):
 
     def next_pass_state(self) -> Any:
         return _orders([feed.next_pass_state() for feed in self.feeds])
+
+    @property
+    def has_draws(self) -> bool:
+        return any(feed.drawn is not None for feed in self.feeds)
+
+    def draws_state(self, epoch: int, position: int) -> Any:
+        if not self.has_draws:
+            return None
+        counts = [feed.batches_in_pass() or 0 for feed in self.feeds]
+        states = []
+        for index, member in enumerate(self.members):
+            number = position
+            if self.loader.mode == "sequential":
+                number = max(0, position - sum(counts[:index]))
+            if self.loader.mode != "max_size_cycle":
+                number = min(number, counts[index])
+            states.append(member.feed.draws_state(*member.place_of(epoch, number)))
+        return {"members": states}
+
+    def continue_draws(self, state: Any) -> None:
+        for feed, saved in zip(self.feeds, state["members"], strict=True):
+            if feed.drawn is None or saved is None:
+                continue
+            changes = feed.drawn.changes_since(saved)
+            if changes and self.loader.mode == "max_size_cycle":
+                raise ValueError(
+                    f"CombinedLoader(mode='max_size_cycle') starts its members again within an epoch, so a mixture in it cannot change at a resume: "
+                    f"{'; '.join(changes)}. Give the mixture as it was, or use another mode"
+                )
+            feed.continue_draws(saved)
 
     def stop_pass(self) -> None:
         for feed in self.feeds:
@@ -459,8 +521,21 @@ class IndexedMember(MemberReader):
         self.feed, self.epoch = feed, epoch
 
     def open(self) -> Iterator[Any]:
+        saved, self.start = self.start, None
+        if saved is not None and self.feed.drawn is not None:
+            self.feed.continue_draws(saved)
         batches = self.feed.pass_batches(epoch_of_repetition(self.epoch, self.passes))
         return self.feed.fetch(batches.items(number) for number in range(self.count, batches.count))
+
+    def position(self) -> Any:
+        feed = self.feed
+        if feed.drawn is None:
+            return None
+        epoch = epoch_of_repetition(self.epoch, self.passes)
+        return feed.draws_state(epoch, min(self.count * feed.units_in_batch, feed.units or 0))
+
+    def state(self, position: Any) -> Any:
+        return position
 
 
 class StreamMember(MemberReader):

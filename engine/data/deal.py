@@ -16,7 +16,7 @@ WindowRanges = tuple[list[range], list[list[range]]]
 
 @dataclass(frozen=True)
 class Deal:
-    """How an epoch's units are distributed to the ranks; a unit is a sample, or a whole batch if the user's batches are kept."""
+    """The distribution of an epoch's units to the ranks. A unit is a sample, or a whole batch if the user's batches are kept."""
 
     units: int
     batch: int
@@ -82,7 +82,7 @@ class Deal:
 
 @dataclass(frozen=True)
 class Shards:
-    """How an epoch's units are used when each rank has its own already. A position counts units of all ranks, the same number from each."""
+    """The use of an epoch's units when each rank has its own already. A position counts units of all ranks, the same number from each."""
 
     units: tuple[int, ...]
     """The number of units on each rank."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from engine.data.drawn import DrawnDataset
 from engine.data.sample_counter import CountsSamples
 from engine.data.user_loaders import end_workers
 from engine.step.position import Share
@@ -18,6 +19,8 @@ class LoaderUse:
 
     evaluates: bool = False
     """Whether the loop evaluates: no rank needs to know the others' sizes, and map-style datasets are not told an epoch, which is training's."""
+    repeats: bool = False
+    """Whether every epoch has the batches of the first, which ``overfit_batches`` promises."""
     owner: CountsSamples | None = None
     """The module or data module that counts the samples of batches, unless the loader does."""
     ranks_draw_apart: bool = False
@@ -54,6 +57,11 @@ class Feed(ABC):
     @property
     def units(self) -> int | None:
         """The number of samples (or ready batches) in every epoch; ``None`` if it depends on the epoch or the ranks, or is unknown."""
+        return None
+
+    @property
+    def samples_of_round(self) -> int | None:
+        """The number of samples in a full micro-batch of every rank; ``None``: it differs, or is not known before a batch is read."""
         return None
 
     @abstractmethod
@@ -93,6 +101,42 @@ class Feed(ABC):
 
         A user's sampler may draw each order only once: its indices are known in the epoch that is being read.
         """
+        return None
+
+    @property
+    def drawn(self) -> DrawnDataset | None:
+        """The dataset that orders itself, if the data is one with indices."""
+        return None
+
+    @property
+    def has_draws(self) -> bool:
+        """Whether the data orders itself, or a part of it that has indices does."""
+        return self.drawn is not None
+
+    @property
+    def plan(self) -> int | None:
+        """A checksum of the plan by which the data is packed into rows or batches: ``plan_checksum`` of dataset or batch sampler, if there is one."""
+        return None
+
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether the tokens of each batch are known before it is read: :meth:`tokens_between` tells them."""
+        return False
+
+    def tokens_between(self, epoch: int, start: int, stop: int) -> int:
+        """The tokens in the batches of an epoch from position ``start`` to ``stop``."""
+        raise NotImplementedError(f"{type(self).__name__} does not know the tokens of its batches")
+
+    def draws_state(self, epoch: int, position: int) -> Any:
+        """The state, at a position in an epoch, of data that orders itself, from which it continues if it changes; ``None`` for other data."""
+        return None
+
+    def continue_draws(self, state: Any) -> None:
+        """Let the data continue what was drawn before :meth:`draws_state` gave ``state``."""
+        raise NotImplementedError(f"{type(self).__name__} has no draws to continue")
+
+    def counts_between(self, epoch: int, start: int, stop: int) -> dict[str, int] | None:
+        """By source of a mixture, its samples between two positions of an epoch; ``None`` for other data."""
         return None
 
     def stop_pass(self) -> None:

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from engine.data.deal import Deal, Shards
+from engine.data.drawn import DrawnDataset
 from engine.data.epochs import EpochDataset, UsersDataset, epoch_listeners, shared_epoch, tell_epoch
 from engine.data.feed import Feed, LoaderUse, MicroBatch
-from engine.data.order import FeistelIndices, SampleOrder, StoredIndices, order_for
+from engine.data.order import LARGE, DrawOrder, FeistelIndices, SampleOrder, StoredIndices, order_for
 from engine.data.sample_counter import SampleCounter, keeps_samples
-from engine.data.user_loaders import altered, end_workers, holds_loaders, is_a, presharded
+from engine.data.user_loaders import altered, collates_like_samples, end_workers, holds_loaders, is_a, presharded
 from engine.data.worker_seeds import WorkerSeeds
 from engine.distributed.collectives import gather_object, gather_row
 from engine.distributed.group import Group
@@ -83,7 +84,7 @@ class SamplerBatches(PassBatches):
         return self.order[number]
 
     def size(self, number: int) -> int:
-        return len(self.order[number])
+        return self.order.size_of(number)
 
 
 class ListBatches(PassBatches):
@@ -106,6 +107,8 @@ class IndexedFeed(Feed):
     order: SampleOrder | None = None
     counter: SampleCounter
     """Counts the samples of batches that were read."""
+    units_in_batch = 1
+    """The number of :attr:`units` in a batch of the user's loader."""
 
     @property
     def sized(self) -> bool:
@@ -141,20 +144,26 @@ class LoaderFeed(IndexedFeed):
     without_units = "data that is divided among the ranks already, or whose indices are not numbers"
 
     def __init__(
-        self, loader: DataLoader[Any], sampler: Any, replaces: str, group: Group, seed: int, feistel: bool
+        self, loader: DataLoader[Any], sampler: Any, replaces: str, group: Group, seed: int, computed_from: int
     ) -> None:
         self.group = group
-        self.order = order_for(sampler, loader, group, seed, feistel)
+        self.order = order_for(sampler, loader, group, seed, computed_from)
         self.stream = IndexStream()
         self.counter, self.keeps_samples = SampleCounter(loader), keeps_samples(loader.collate_fn)
         self.latest: tuple[int, StoredIndices | FeistelIndices] | None = None
         """The epoch that is being read, and its order."""
-        self.dataset = loader.dataset
+        self._counted: tuple[int, Any] | None = None
+        """The epoch whose tokens were asked for last, and its batches."""
+        self.dataset: Any = loader.dataset
         self.epoch: torch.Tensor | None = None
         attributes: dict[str, Any] = {replaces: self.stream}
-        if loader.num_workers and loader.persistent_workers and epoch_listeners(loader.dataset):
+        if isinstance(self.order, DrawOrder) and self.order.unseeded is loader.dataset:
+            attributes["dataset"] = self.dataset = self.order.source
+            if self.drawn is not None and collates_like_samples(loader):
+                self.drawn.compare_samples()
+        if loader.num_workers and loader.persistent_workers and epoch_listeners(self.dataset):
             self.epoch = shared_epoch()
-            attributes["dataset"] = EpochDataset(loader.dataset, self.epoch)
+            attributes["dataset"] = EpochDataset(self.dataset, self.epoch)
             attributes["worker_init_fn"] = UsersDataset(loader.worker_init_fn)
         self.loader = altered(loader, **attributes)
         self.worker_seeds = WorkerSeeds(self.loader, loader.generator, group)
@@ -177,7 +186,7 @@ class LoaderFeed(IndexedFeed):
         if self.order.sharded:
             return None
         if self.order.state(over=False) is None:
-            order = self.order.draw(epoch)
+            order = self.order.draw(self.epoch_of_order(epoch))
         elif self.latest is not None and self.latest[0] == epoch:
             order = self.latest[1]
         else:
@@ -188,6 +197,34 @@ class LoaderFeed(IndexedFeed):
 
     def state(self, after_window: bool) -> Any:
         return self.order.state(over=False)
+
+    @property
+    def drawn(self) -> DrawnDataset | None:
+        source = self.order.source if isinstance(self.order, DrawOrder) else None
+        return source if isinstance(source, DrawnDataset) else None
+
+    @property
+    def plan(self) -> int | None:
+        sources: list[Any] = [
+            self.loader.dataset,
+            *([self.order.unseeded] if isinstance(self.order, DrawOrder) else []),
+        ]
+        return next((source.plan_checksum for source in sources if hasattr(source, "plan_checksum")), None)
+
+    def epoch_of_order(self, epoch: int) -> int:
+        """The epoch whose order is used: an evaluation of data that orders itself reads the same samples each time."""
+        return 0 if self.use.evaluates and isinstance(self.order, DrawOrder) else epoch
+
+    def draws_state(self, epoch: int, position: int) -> Any:
+        return None if self.drawn is None else self.drawn.state_at(epoch, position)
+
+    def continue_draws(self, state: Any) -> None:
+        assert isinstance(self.order, DrawOrder)
+        self.close()  # persistent workers have copies of the dataset
+        self.order.continue_from(state)
+
+    def counts_between(self, epoch: int, start: int, stop: int) -> dict[str, int] | None:
+        return None if self.drawn is None else self.drawn.counts_between(epoch, start, stop)
 
     def start_state(self) -> Any:
         return self.order.state(over=False)
@@ -219,12 +256,12 @@ class LoaderFeed(IndexedFeed):
 class SampleFeed(LoaderFeed):
     """Feeds a ``DataLoader`` over a map-style dataset: its samples are distributed to ranks and micro-batches."""
 
-    def __init__(self, loader: DataLoader[Any], group: Group, seed: int, feistel: bool = True) -> None:
+    def __init__(self, loader: DataLoader[Any], group: Group, seed: int, computed_from: int = LARGE) -> None:
         batches = loader.batch_sampler  # the loader's own attributes are unset if the user passed a batch sampler
         assert isinstance(batches, BatchSampler)
         sampler: Any = batches.sampler
-        super().__init__(loader, sampler, "batch_sampler", group, seed, feistel)
-        self.batch = batches.batch_size
+        super().__init__(loader, sampler, "batch_sampler", group, seed, computed_from)
+        self.batch = self.units_in_batch = batches.batch_size
         self.drop_last = batches.drop_last or (type(sampler) is DistributedSampler and sampler.drop_last)
 
     def length(self, limit: int | None) -> int | None:
@@ -237,12 +274,16 @@ class SampleFeed(LoaderFeed):
     def stride(self, window: int) -> int:
         return self.batch * self.group.world_size * window
 
+    @property
+    def samples_of_round(self) -> int | None:
+        return self.stride(1) if self.sized and self.use.owner is None else None
+
     def micro_batches(
         self, epoch: int, start: int, window: int, limit: int | None, state: Any = None
     ) -> Iterator[MicroBatch]:
         self.tell_epoch(epoch)
         self.order.enter(state)
-        order = self.order.draw(epoch, None if limit is None else limit * self.stride(1))
+        order = self.order.draw(self.epoch_of_order(epoch), None if limit is None else limit * self.stride(1))
         self.latest = epoch, order
         deal = deal_of(self.order, len(order), self.batch, window, self.drop_last, limit)
         self.stream.count = len(deal)
@@ -258,17 +299,17 @@ class SampleFeed(LoaderFeed):
         return None if units is None else units // self.batch if self.drop_last else -(-units // self.batch)
 
     def pass_batches(self, epoch: int) -> PassBatches:
-        return SampleBatches(self.order.draw(epoch), self.batch, self.drop_last)
+        return SampleBatches(self.order.draw(self.epoch_of_order(epoch)), self.batch, self.drop_last)
 
 
 class BatchFeed(LoaderFeed):
     """Feeds a ``DataLoader`` with a user's batch sampler, or with ``batch_size=None``: whole batches are distributed to the ranks."""
 
-    def __init__(self, loader: DataLoader[Any], group: Group, seed: int, feistel: bool = True) -> None:
+    def __init__(self, loader: DataLoader[Any], group: Group, seed: int, computed_from: int = LARGE) -> None:
         # With a batch sampler the indices tell the size; else the batch must be read.
         self.indices_tell = loader.batch_sampler is not None
         replaces = "batch_sampler" if self.indices_tell else "sampler"
-        super().__init__(loader, getattr(loader, replaces), replaces, group, seed, feistel)
+        super().__init__(loader, getattr(loader, replaces), replaces, group, seed, computed_from)
 
     @property
     def sized(self) -> bool:
@@ -288,7 +329,7 @@ class BatchFeed(LoaderFeed):
     ) -> Iterator[MicroBatch]:
         self.tell_epoch(epoch)
         self.order.enter(state)
-        order = self.order.draw(epoch, None if limit is None else limit * self.stride(1))
+        order = self.order.draw(self.epoch_of_order(epoch), None if limit is None else limit * self.stride(1))
         self.latest = epoch, order
         deal = deal_of(self.order, len(order), 1, window, False, limit)
         self.stream.count = len(deal)
@@ -297,22 +338,34 @@ class BatchFeed(LoaderFeed):
         if not self.sized:
             list_length = None
             if self.indices_tell:
-                list_length = (len(order[part.start]) for ranges, _ in deal.windows(start) for part in ranges)
+                list_length = (order.size_of(part.start) for ranges, _ in deal.windows(start) for part in ranges)
             return counted_batches(self.fetch(entries), deal, start, self.group, self.counter, self.use, list_length)
         sizes = self._sizes(order)
         return zip(self.fetch(entries), self._shares(sizes, deal, start), strict=True)
+
+    @property
+    def tells_tokens(self) -> bool:
+        return isinstance(self.order, DrawOrder) and getattr(self.order.source, "tells_tokens", False) is True
+
+    def tokens_between(self, epoch: int, start: int, stop: int) -> int:
+        if self._counted is None or self._counted[0] != epoch:
+            is_latest = self.latest is not None and self.latest[0] == epoch
+            order: Any = self.latest[1] if self.latest is not None and is_latest else self.order.draw(epoch)
+            self._counted = epoch, order.items
+        tokens: int = self._counted[1].tokens_between(start, stop)
+        return tokens
 
     def batches_in_pass(self) -> int | None:
         return self.order.length()
 
     def pass_batches(self, epoch: int) -> PassBatches:
-        return SamplerBatches(self.order.draw(epoch))
+        return SamplerBatches(self.order.draw(self.epoch_of_order(epoch)))
 
     def _sizes(self, order: StoredIndices | FeistelIndices) -> Callable[[int, int], int]:
         """A function that returns the number of samples in a rank's batch, from the rank and the batch's number."""
         if not self.order.sharded:
-            return lambda rank, number: len(order[number])
-        by_rank = gather_object(self.group, [len(order[number]) for number in range(len(order))])
+            return lambda rank, number: order.size_of(number)
+        by_rank = gather_object(self.group, [order.size_of(number) for number in range(len(order))])
         return lambda rank, number: by_rank[rank][number]
 
     def _shares(self, size: Callable[[int, int], int], deal: Deal | Shards, start: int) -> Iterator[Share]:
@@ -411,7 +464,7 @@ class ListFeed(IndexedFeed):
         return items
 
 
-def indexed_feed(data: Any, group: Group, seed: int, feistel: bool = True) -> IndexedFeed | None:
+def indexed_feed(data: Any, group: Group, seed: int, computed_from: int = LARGE) -> IndexedFeed | None:
     """Create the feed for data with indices; ``None`` for other data. A collective.
 
     Raises:
@@ -424,7 +477,7 @@ def indexed_feed(data: Any, group: Group, seed: int, feistel: bool = True) -> In
                 f"{type(data).__name__}.load_state_dict() was called before the loader was prepared, and is lost: the engine "
                 "now sets its order; save and load the state of the prepared loader"
             )
-        return (SampleFeed if is_a(data.batch_sampler, BatchSampler) else BatchFeed)(data, group, seed, feistel)
+        return (SampleFeed if is_a(data.batch_sampler, BatchSampler) else BatchFeed)(data, group, seed, computed_from)
     if not isinstance(data, (list, tuple)) or presharded(data):
         return None
     if holds_loaders(data):
@@ -445,7 +498,10 @@ def deal_of(
 
 
 def shares_of(deal: Deal | Shards, start: int) -> Iterator[Share]:
-    """This rank's share of each micro-batch of samples, from position ``start`` on."""
+    """This rank's share of each micro-batch of samples, from position ``start`` (samples over all ranks) on.
+
+    A window that is not full comes with its units; a full one has none, since all its micro-batches have ``deal.batch`` samples on each rank.
+    """
     full = shares(((deal.batch,) * deal.world_size,) * deal.window, deal.rank)
     for _, dealt in deal.windows(start):
         yield from shares(tuple(tuple(map(len, micro)) for micro in dealt), deal.rank) if dealt else full
@@ -476,7 +532,10 @@ def with_own_sizes(
     counter: SampleCounter,
     list_length: Iterator[int] | None,
 ) -> Iterator[MicroBatch]:
-    """Yield micro-batches whose sizes the other ranks need not know: in an evaluation, and in windows of one micro-batch on one process."""
+    """Yield micro-batches with the sizes that this rank has counted.
+
+    The ranks need not know each other's sizes in an evaluation, nor in windows of one micro-batch on one process.
+    """
     repeated = (dealt and not dealt[j][deal.rank] for ranges, dealt in deal.windows(start) for j in range(len(ranges)))
     for batch, is_repeated in zip(batches, repeated, strict=True):
         samples, guess = counter.count(batch, None if list_length is None else next(list_length))

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, Subset
 
 from engine.data.combined import CombinedLoader, combined_feed
+from engine.data.drawn import DrawnDataset
 from engine.data.feed import Feed, LoaderUse, MicroBatch
 from engine.data.indexed import indexed_feed
-from engine.data.packed_rows import note_restarts
+from engine.data.loader_facts import check_loaders_alike
+from engine.data.order import LARGE, kind_of_shuffles, read_kind_of_shuffles
+from engine.data.packed_rows import length_schedule_of, note_restarts
 from engine.data.prefetch import SideStream, ahead
 from engine.data.stream import StreamFeed
-from engine.data.user_loaders import altered
+from engine.data.user_loaders import altered, tokens_per_sample
 from engine.distributed.group import Group
 from engine.step.position import NOT_FROM_LOADER, Share
 from engine.step.window import Window
 from engine.utils import accelerator
-from engine.utils.log import warn_once
+from engine.utils.log import logger, warn_once
 from engine.utils.seed import isolated
 from engine.utils.tree import move
 
@@ -42,7 +45,7 @@ class BatchTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where in the data a pass starts."""
+    """The position in the data at which a pass starts."""
 
     epoch: int = 0
     position: int = 0
@@ -94,12 +97,18 @@ class PreparedLoader:
         self._group, self._window, self._seed, self._dtype, self._moves = group, window, seed, dtype, place
         self.use = LoaderUse()
         """Facts about the loop that reads this loader, for its feed."""
-        self._feed = feed_for(loader, group, seed, use=self.use)
-        self._feistel = True
+        self._computed_from = LARGE
+        """The number of samples from which on shuffles are computed rather than stored."""
+        self._feed = feed_for(loader, group, seed, self._computed_from, self.use)
         self._next: Start | None = Start()
         """Where the next pass starts; ``None``: at the beginning of the epoch after the latest pass's."""
         self._pass = Pass(Start())
         """The latest pass."""
+        self._skipping_loader: PreparedLoader | None = None
+        """The loader that :meth:`skipping` has created, while its first pass counts as the latest one of this loader."""
+        self._samples_of_step: int | None = None
+        self._continued: Mapping[str, Any] | None = None
+        """The state from which a mixture continues, if one was loaded."""
         self.transfer: BatchTransfer | None = None
         """The run's transfer with hooks, which may read the model and so must be called just before their batch is used; ``None``: no hooks."""
         self.window_size: int | None = None
@@ -124,12 +133,12 @@ class PreparedLoader:
 
     @property
     def length(self) -> int | None:
-        """Like ``len``, but ``None`` if unknown."""
+        """The number of batches, as ``len`` returns it; ``None`` if unknown."""
         return self._feed.length(self.limit)
 
     @property
     def whole_length(self) -> int | None:
-        """Like :attr:`length`, without :attr:`limit`."""
+        """The number of batches without :attr:`limit`; ``None`` if unknown."""
         return self._feed.length(None)
 
     @property
@@ -141,6 +150,51 @@ class PreparedLoader:
     def samples(self) -> int | None:
         """The number of samples (or ready batches, if :attr:`position` counts those) per epoch; ``None`` if it depends on the epoch or world size."""
         return self._feed.units
+
+    @property
+    def samples_of_round(self) -> int | None:
+        """The number of samples in a full micro-batch of every rank; ``None``: it differs, or is not known before a batch is read."""
+        return self._feed.samples_of_round
+
+    @property
+    def positions_of_round(self) -> int:
+        """The advance of the :attr:`position` by a micro-batch of every rank."""
+        return self._feed.stride(1)
+
+    @property
+    def positions_of_pass(self) -> int | None:
+        """The :attr:`position` at the end of an epoch's data, apart from a last window that is not full; ``None``: not known."""
+        length, units = self.length, self._feed.units
+        positions = None if length is None else length * self._feed.stride(1)
+        return positions if positions is None or units is None else min(positions, units)
+
+    @property
+    def samples_of_pass(self) -> int | None:
+        """The number of samples that all ranks read in an epoch; ``None``: it differs, or is not known."""
+        if self._feed.samples_of_round is None or self._feed.units is None:
+            return None
+        return self.positions_of_pass
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """The number of tokens in each sample, if the data says that all have as many."""
+        return tokens_per_sample(self.loader)
+
+    @property
+    def tokens_per_batch(self) -> int | None:
+        """The most tokens in a batch, if the loader's batch sampler says it as ``TokenBudget`` does."""
+        tokens: int | None = getattr(getattr(self.loader, "batch_sampler", None), "tokens_per_batch", None)
+        return tokens
+
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether the data tells the tokens of its batches, as those of a ``TokenBudget`` do."""
+        return self._feed.tells_tokens
+
+    def tokens_between(self, epoch: int, start: int, stop: int) -> int:
+        """The tokens between two positions of an epoch, of data that :attr:`tells_tokens`. Positions: see :meth:`counts_between`."""
+        start, stop = self._within_pass(start, stop)
+        return self._feed.tokens_between(epoch, start, stop)
 
     @property
     def epoch(self) -> int:
@@ -157,6 +211,11 @@ class PreparedLoader:
 
         Passes may be nested: when one ends, the window has the share from before it again.
         """
+        if (schedule := length_schedule_of(self.loader)) is not None:
+            raise ValueError(
+                f"Packed(length={schedule}): the lengths follow the clock of a training with Fit, which a loop of your own does not have: give one "
+                "length, and another loader for each stage"
+            )
         position = self._window.position
         with position.nested(), contextlib.closing(self.micro_batches()) as micro_batches:
             for batch, share in micro_batches:
@@ -169,7 +228,7 @@ class PreparedLoader:
         device, dtype = self._group.device, self._dtype
         start = self._next or Start(self.epoch + 1)
         current = self._pass = Pass(start, self.window_size or self._window.position.size)
-        self._next = None
+        self._next = self._skipping_loader = None
         moves = self._moves and (device.type != "cpu" or dtype is not None)
         moves = moves or self.transfer is not None
         transfer = self.transfer or BatchTransfer()
@@ -177,7 +236,8 @@ class PreparedLoader:
         # that was done before the resume, so it is undone.
         begun_before = start.position or (start.epoch > 0 and getattr(self.loader, "persistent_workers", False))
         with torch.random.fork_rng(devices=()) if begun_before else contextlib.nullcontext():
-            batches = self._feed.micro_batches(start.epoch, start.position, current.window, self.limit, start.state)
+            epoch = 0 if self.use.repeats else start.epoch
+            batches = self._feed.micro_batches(epoch, start.position, current.window, self.limit, start.state)
         # With hooks nothing is copied ahead: they may read the model, and are called when their batch is next.
         if moves and not self.transfer and accelerator.has_streams(device):
             batches, moves = ahead(batches, SideStream(device, dtype), self._feed.reads_ahead), False
@@ -284,14 +344,77 @@ class PreparedLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position at the end of the latest complete window: ``epoch``, ``position``, ``stream`` (:meth:`state`) and, unless it is ``None``,
         :attr:`order`. It is valid for any number of processes; of ``presharded`` data for the same number, and for this rank only."""
-        order = {} if self.order is None else {"order": self.order}
+        if self._next is None and self._skipping_loader is not None:
+            return self._skipping_loader.state_dict()
         if self._next is None and self._pass.over:
-            return {"epoch": self.epoch + 1, "position": 0, "stream": self.carried(), **order}
-        return {"epoch": self.epoch, "position": self.position, "stream": self.state(), **order}
+            place = {"epoch": self.epoch + 1, "position": 0, "stream": self.carried()}
+        else:
+            place = {"epoch": self.epoch, "position": self.position, "stream": self.state()}
+        return {**place, **self.kind_and_draws(place["epoch"], place["position"])}
+
+    def kind_and_draws(self, epoch: int, position: int) -> dict[str, Any]:
+        """The entries of a state at a position besides the position: :attr:`order`, ``draws`` of a mixture and :attr:`plan`. Most data has none."""
+        draws = self._feed.draws_state(epoch, position)
+        return {
+            **({} if self.order is None else {"order": self.order}),
+            **({} if draws is None else {"draws": draws}),
+            **({} if self.plan is None else {"plan": self.plan}),
+        }
+
+    @property
+    def plan(self) -> int | None:
+        """A checksum of the plan by which the data is packed into rows or batches. A position in an epoch depends on it. ``None`` for other data."""
+        return self._feed.plan
+
+    def continues_draws(self, state_dict: Mapping[str, Any]) -> bool:
+        """Whether :meth:`continue_draws` continues a mixture, also if its length has changed."""
+        return state_dict.get("draws") is not None and self._feed.has_draws
+
+    def continue_draws(self, state_dict: Mapping[str, Any]) -> None:
+        """Let a mixture continue what was drawn before a :meth:`state_dict`, also with other weights, sources and sizes.
+
+        Raises:
+            ValueError: the mixture has changed, and may not.
+        """
+        saved, is_mixture = state_dict.get("draws"), self._feed.has_draws
+        if saved is not None and is_mixture:
+            self._continued = state_dict
+            self._feed.continue_draws(saved)
+        elif (saved is not None or is_mixture) and (state_dict["epoch"] or state_dict["position"]):
+            logger.warning(
+                "the checkpoint's data %s, and this run's %s: samples may be repeated or left out. Continue with the data that it was saved with",
+                "was a mixture" if saved is not None else "was not a mixture",
+                "is one" if is_mixture else "is not one",
+            )
+
+    def counts_between(self, epoch: int, start: int, stop: int) -> dict[str, int] | None:
+        """By source of a mixture, its samples between two positions of an epoch; ``None`` if the data is not a mixture with indices.
+
+        Positions are those of :attr:`position`: the last one of an epoch may lie behind its end, which :attr:`limit` may bring forward.
+        """
+        start, stop = self._within_pass(start, stop)
+        return self._feed.counts_between(epoch, start, stop)
+
+    def _within_pass(self, start: int, stop: int) -> tuple[int, int]:
+        """Two positions, none of which is behind the end of an epoch's data."""
+        end = min((self.length or 0) * self._feed.stride(1), self._feed.units or 0)
+        return min(start, end), min(stop, end)
+
+    def count_steps(self, samples: int) -> None:
+        """Take note that a step has this number of samples, for a mixture whose weights change at a step."""
+        self._samples_of_step = samples
+        if self._feed.drawn is not None:
+            self._feed.drawn.count_steps(samples)
+
+    def named(self, units: list[int]) -> list[int] | list[str]:
+        """The samples of :meth:`units` as texts if they are draws of a mixture, such as ``"web[183]"``; else the indices themselves."""
+        drawn = self._feed.drawn
+        return units if drawn is None else [drawn.place_of(draw) for draw in units]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next pass continue at the position of a :meth:`state_dict`. A collective."""
         self.reseed(self._seed, state_dict.get("order"))
+        self.continue_draws(state_dict)
         self.resume(state_dict["epoch"], state_dict["position"], state_dict["stream"])
 
     def skipping(self, num_batches: int) -> PreparedLoader:
@@ -307,23 +430,25 @@ class PreparedLoader:
             self.loader, group=self._group, window=self._window, seed=seed, dtype=dtype, place=self._moves
         )
         loader.reseed(seed, self.order)
+        if self._samples_of_step is not None:
+            loader.count_steps(self._samples_of_step)
+        if self._continued is not None:
+            loader.continue_draws(self._continued)
         loader.limit, loader.transfer, loader.window_size = self.limit, self.transfer, self.window_size
         loader.use.evaluates, loader.use.ranks_draw_apart = self.use.evaluates, self.use.ranks_draw_apart
+        loader.use.repeats = self.use.repeats
         start = self._next or Start(self.epoch + 1)
         loader.resume(start.epoch, start.position + num_batches * self._feed.stride(1))
         # The new loader's first pass also counts as a pass of this one.
-        self._next, self._pass = (
-            None,
-            Pass(start, over=True),
-        )
+        self._next, self._pass, self._skipping_loader = None, Pass(start, over=True), loader
         return loader
 
     @property
     def order(self) -> str | None:
-        """The kind of shuffle that a resume must use again: ``"feistel"`` if it is computed index by index; ``None`` if it is stored as a list."""
-        return "feistel" if self._feed.feistel else None
+        """The kind of shuffle that a resume must use again: from how many samples on shuffles are computed; ``None`` if all are stored."""
+        return kind_of_shuffles(self._computed_from) if self._feed.feistel else None
 
-    def reseed(self, seed: int, order: str | None = "feistel") -> None:
+    def reseed(self, seed: int, order: str | None = kind_of_shuffles(LARGE)) -> None:
         """Use the order of another seed. A collective.
 
         Args:
@@ -332,16 +457,17 @@ class PreparedLoader:
         Raises:
             ValueError: ``order`` is unknown.
         """
-        if order not in (None, "feistel"):
-            raise ValueError(f"the data's order has the unknown kind {order!r}: a newer version saved it")
-        computed = order is not None
-        if seed != self._seed or (computed != self._feed.feistel and computed != self._feistel):
-            self._seed, self._feistel = seed, computed
-            self._feed = feed_for(self.loader, self._group, seed, self._feistel, self.use)
+        computed_from = read_kind_of_shuffles(order)
+        changed = self._feed.feistel if order is None else computed_from != self._computed_from
+        if seed != self._seed or changed:
+            self._seed, self._computed_from = seed, computed_from
+            self._feed = feed_for(self.loader, self._group, seed, computed_from, self.use)
+            if self._samples_of_step is not None:
+                self.count_steps(self._samples_of_step)
 
     @property
     def stride(self) -> int:
-        """How far a full accumulation window advances the position, in samples or in batches."""
+        """The advance of the position by a full accumulation window, in samples or in batches."""
         return self._feed.stride(self.window_size or self._window.position.size)
 
 
@@ -350,20 +476,23 @@ def _plain_loader(loader: Any) -> Any:
     return loader
 
 
-def feed_for(data: Any, group: Group, seed: int, feistel: bool = True, use: LoaderUse | None = None) -> Feed:
+def feed_for(data: Any, group: Group, seed: int, computed_from: int = LARGE, use: LoaderUse | None = None) -> Feed:
     """Create the feed for the user's data. A collective.
 
     Args:
-        feistel: compute large shuffles rather than store them (see :class:`engine.data.order.FeistelIndices`).
+        computed_from: the number of samples from which on shuffles are computed (:class:`engine.data.order.FeistelIndices`) rather than stored.
         use: facts about the loop that reads the data; the loop may change them before the first pass.
 
     Raises:
         TypeError: ``data`` cannot be iterated, or is a dataset without a loader.
+        CheckError: the ranks' loaders differ.
     """
     use = use or LoaderUse()
+    if group.world_size > 1:
+        check_loaders_alike(data, group)
     if isinstance(data, CombinedLoader):
-        return combined_feed(data, group, seed, feistel, use)
-    feed = indexed_feed(data, group, seed, feistel)
+        return combined_feed(data, group, seed, computed_from, use)
+    feed = indexed_feed(data, group, seed, computed_from)
     if feed is not None:
         feed.use = use
         return feed
@@ -380,7 +509,7 @@ def feed_for(data: Any, group: Group, seed: int, feistel: bool = True, use: Load
 
 
 def in_dataset_order(loader: Any) -> Any:
-    """For ``overfit_batches``: the loader itself if its order is fixed, else a copy that reads the dataset in order, with a warning.
+    """Return the loader itself if its order is fixed, else a copy that reads the dataset in order, with a warning. ``overfit_batches`` uses it.
 
     Raises:
         ValueError: a user's batch sampler makes the batches.
@@ -396,17 +525,22 @@ def in_dataset_order(loader: Any) -> Any:
         return loader
     batches = loader.batch_sampler
     sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
-    if type(sampler) is SequentialSampler:
+    dataset: Any = loader.dataset
+    if isinstance(dataset, DrawnDataset):  # its draws would be others in each epoch
+        dataset = Subset(dataset.seeded(0, False), range(len(dataset)))  # type: ignore[arg-type]
+        loader = altered(loader, dataset=dataset)
+    elif type(sampler) is SequentialSampler:
         return loader
     if batches is not None and type(batches) is not BatchSampler:
         raise ValueError(
             f"overfit_batches needs the same batches in every epoch, and {type(batches).__name__} makes those of {type(loader).__name__}: "
             "give a DataLoader with batch_size= and shuffle=False, or a list of batches"
         )
-    warn_once(
-        f"overfit_batches: {type(loader).__name__} is read in the dataset's order, not in that of {type(sampler).__name__}"
-    )
-    order = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
+    if type(sampler) is not SequentialSampler:
+        warn_once(
+            f"overfit_batches: {type(loader).__name__} is read in the dataset's order, not in that of {type(sampler).__name__}"
+        )
+    order = SequentialSampler(dataset)
     if batches is None:
         return altered(loader, sampler=order)
     return altered(loader, sampler=order, batch_sampler=BatchSampler(order, batches.batch_size, batches.drop_last))

@@ -7,8 +7,7 @@ import copy
 import itertools
 import random
 import sys
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +17,22 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Samp
 
 from engine.data.data_states import has_state_dict
 from engine.data.deal import WindowRanges
+from engine.data.drawn import Drawn, DrawnDataset
+from engine.data.sampler_entries import SamplerEntries, collected
 from engine.data.user_loaders import is_a, presharded
 from engine.distributed.collectives import broadcast_object, gather_json
 from engine.distributed.group import Group
-from engine.utils.log import warn_once
+from engine.utils.log import logger, warn_once
 from engine.utils.seed import isolated, seed_everything
 
-LARGE = 2**24
-"""The number of samples from which on a shuffle is computed (:class:`FeistelIndices`): a list of this size takes 128 MiB, and half a second per
-rank and epoch."""
+LARGE = 2**22
+"""The number of samples from which on a shuffle is computed (:class:`FeistelIndices`): a list of this size takes 32 MiB, and 0.1 s per rank and
+epoch."""
 
+_LARGE_BEFORE = 2**24
+"""The number that checkpoints mean by ``"feistel"`` alone."""
+NEVER = sys.maxsize
+"""The number of samples from which on a shuffle is computed, where each is stored."""
 _ENDLESS = 10_000_000
 """A sampler without a length that yields more indices than this, and than ten epochs have, counts as endless."""
 _SHARDS = (
@@ -40,6 +45,29 @@ _SHARDS = (
 _WORD = 0xFFFFFFFF
 _BLOCK = 8192
 """The number of entries of a computed shuffle that are computed at once."""
+_AHEAD = 4096
+"""Entries of a computed shuffle that are computed together where one is asked for: the next ones mostly follow, and one takes as long as hundreds."""
+
+
+def kind_of_shuffles(computed_from: int) -> str:
+    """The text by which a loader's state tells from how many samples on shuffles are computed."""
+    return "feistel" if computed_from == _LARGE_BEFORE else f"feistel from {computed_from}"
+
+
+def read_kind_of_shuffles(kind: str | None) -> int:
+    """The number of samples from which on shuffles are computed, as a loader's state tells; ``None``: they are stored.
+
+    Raises:
+        ValueError: the kind is unknown.
+    """
+    if kind is None:
+        return NEVER
+    words = kind.split()
+    if words == ["feistel"]:
+        return _LARGE_BEFORE
+    if words[:2] == ["feistel", "from"] and len(words) == 3 and words[2].isdecimal():
+        return int(words[2])
+    raise ValueError(f"the data's order has the unknown kind {kind!r}: a newer version saved it")
 
 
 # -- the indices of an epoch ------------------------------------------------------------------------------------------------------------------
@@ -65,7 +93,7 @@ def permutation(units: int, seed: int, epoch: int) -> Tensor:
 
 
 class StoredIndices(Sequence[Any]):
-    """An epoch's indices in memory: a list, a range or a tensor."""
+    """An epoch's indices in memory: a range, a tensor, or the entries of a sampler."""
 
     def __init__(self, items: Any) -> None:
         self.items = items
@@ -78,6 +106,10 @@ class StoredIndices(Sequence[Any]):
         if isinstance(self.items, Tensor):
             return entry.tolist()  # indices as datasets expect them: plain numbers
         return list(entry) if isinstance(index, slice) else entry
+
+    def size_of(self, number: int) -> int:
+        """The number of samples in entry ``number``, a batch."""
+        return self.items.size_of(number) if hasattr(self.items, "size_of") else len(self[number])
 
     def pieces(self, windows: Iterable[WindowRanges]) -> Iterator[list[Any]]:
         """Yield the entries of each micro-batch of this rank."""
@@ -115,6 +147,8 @@ class FeistelIndices:
         key = mixed(seed, epoch)
         rounds = 8 if bits >= 16 else 16  # halves of few bits need more rounds
         self._keys = [mixed(key, number) & _WORD for number in range(rounds)]
+        self._ahead: tuple[int, list[int]] = 0, []
+        """A position, and the entries from there on that were computed together."""
 
     def __len__(self) -> int:
         return self.count
@@ -122,13 +156,25 @@ class FeistelIndices:
     def __getitem__(self, index: Any) -> Any:
         """An entry, or the list of entries of a slice."""
         positions = range(self.count)[index]
-        if isinstance(positions, range):
-            return (
-                self.entries_at(torch.arange(positions.start, positions.stop, positions.step, device="cpu")).tolist()
-                if positions
-                else []
-            )
-        return int(self.entries_at(torch.tensor([positions], device="cpu")))
+        if not isinstance(positions, range):
+            return self._entries_ahead(positions, positions + 1)[0]
+        if not positions:
+            return []
+        if positions.step == 1 and len(positions) <= _AHEAD:
+            return self._entries_ahead(positions.start, positions.stop)
+        return self.entries_at(torch.arange(positions.start, positions.stop, positions.step, device="cpu")).tolist()
+
+    def _entries_ahead(self, low: int, high: int) -> list[int]:
+        first, entries = self._ahead
+        if not first <= low < high <= first + len(entries):
+            first = low
+            entries = self.entries_at(torch.arange(low, min(low + _AHEAD, self.count), device="cpu")).tolist()
+            self._ahead = first, entries
+        return entries[low - first : high - first]
+
+    def size_of(self, number: int) -> int:
+        """Raise an error: the entries are samples, not batches."""
+        raise TypeError(f"entry {number} of a computed shuffle is an index, and has no size")
 
     def entries_at(self, positions: Tensor) -> Tensor:
         """The entries at ``positions``. Shapes ``[n]``, int64, on the CPU."""
@@ -180,7 +226,7 @@ def _scrambled(half: Tensor, key: int) -> Tensor:
 class SampleOrder:
     """The order of a loader's units (samples, or batches of a batch sampler) in each epoch. :func:`order_for` creates an order, a feed owns it.
 
-    Implementations: :class:`SequentialOrder`, :class:`ShuffledOrder` and :class:`UserSamplerOrder`.
+    Implementations: :class:`SequentialOrder`, :class:`ShuffledOrder`, :class:`DrawOrder` and :class:`UserSamplerOrder`.
 
     Args:
         sampler: the user's sampler.
@@ -263,11 +309,18 @@ class ShuffledOrder(SampleOrder):
     """A permutation that is a function of (seed, epoch), or its first ``count`` entries."""
 
     def __init__(
-        self, source: Any, sampler: Any, group: Group, seed: int, sharded: bool, feistel: bool, count: int | None = None
+        self,
+        source: Any,
+        sampler: Any,
+        group: Group,
+        seed: int,
+        sharded: bool,
+        computed_from: int,
+        count: int | None = None,
     ) -> None:
         super().__init__(sampler, group, seed, sharded)
         self.source, self.count = source, count
-        self.feistel = feistel and len(source) >= LARGE
+        self.feistel = len(source) >= computed_from
 
     def _units(self) -> int:
         return len(self.source) if self.count is None else self.count
@@ -276,6 +329,39 @@ class ShuffledOrder(SampleOrder):
         if self.feistel:
             return FeistelIndices(len(self.source), self.seed, epoch, self.count)
         return StoredIndices(permutation(len(self.source), self.seed, epoch))
+
+
+class DrawOrder(SampleOrder):
+    """The order of data that orders itself, such as a mixture, whose sources continue from epoch to epoch.
+
+    Args:
+        unseeded: the user's dataset or batch sampler, which has ``seeded(seed, shuffle)`` as in :class:`engine.data.drawn.Drawn`.
+        shuffle: whether the loader asks for a random order.
+    """
+
+    def __init__(self, unseeded: Any, sampler: Any, group: Group, seed: int, shuffle: bool) -> None:
+        super().__init__(sampler, group, seed, sharded=False)
+        self.unseeded, self.shuffle = unseeded, shuffle
+        self.source: Drawn | DrawnDataset = unseeded
+        """The copy that draws with the seed on which the ranks have agreed."""
+
+    def agree(self, problem: str) -> None:
+        super().agree(problem)
+        self.source = self.unseeded.seeded(self.seed, self.shuffle)
+
+    def _units(self) -> int:
+        return len(self.source)  # type: ignore[arg-type]  # a stream is not drawn
+
+    def draw(self, epoch: int, at_most: int | None = None) -> StoredIndices:
+        return StoredIndices(self.source.draws(epoch))
+
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """Let the draws continue after those of a checkpoint, which may have been of other sources, sizes or weights; the log names each change."""
+        assert isinstance(self.source, DrawnDataset)
+        changes = self.source.changes_since(state)
+        self.source.continue_from(state)
+        for change in changes if self.group.is_main else ():
+            logger.info("%s", change)
 
 
 class UserSamplerOrder(SampleOrder):
@@ -313,7 +399,7 @@ class UserSamplerOrder(SampleOrder):
         self.passes = self.epoch = 0
         self._sampler_state_before: Any = None
         self._checksum: int | None = None
-        self._drawn: list[Any] | None = None
+        self._drawn: SamplerEntries | None = None
         self._state_to_enter: dict[str, Any] | None = None
 
     def _units(self) -> int | None:
@@ -343,22 +429,23 @@ class UserSamplerOrder(SampleOrder):
     def enter(self, state: dict[str, Any] | None) -> None:
         self._state_to_enter = state
 
-    def _pass(self, epoch: int, at_most: int | None) -> list[Any]:
+    def _pass(self, epoch: int, at_most: int | None) -> SamplerEntries:
         """Draw one pass of the sampler with the epoch's seed."""
         self._sampler_state_before = copy.deepcopy(self.sampler.state_dict()) if self.stateful else None
         with isolated(), reseeded(self.generators, epoch):
             seed_everything(mixed(self.seed, epoch) % 2**32)
             for listener in self.epoch_listeners:
                 listener.set_epoch(epoch)
-            self._drawn = list(self.sampler) if self._units() is not None else self._draw_without_length(at_most)
+            has_length = self._units() is not None
+            self._drawn = collected(self.sampler) if has_length else self._draw_without_length(at_most)
         self._checksum, self.epoch = None, epoch
         self.passes += 1
         return self._drawn
 
-    def _draw_without_length(self, at_most: int | None) -> list[Any]:
+    def _draw_without_length(self, at_most: int | None) -> SamplerEntries:
         """Draw all indices of a sampler without a length, or the first ``at_most``; an endless one without ``at_most`` is an error."""
         bound = at_most if at_most is not None else max(_ENDLESS, 10 * len(self.dataset))
-        indices = list(itertools.islice(self.sampler, bound + (at_most is None)))
+        indices = collected(itertools.islice(self.sampler, bound + (at_most is None)))
         if at_most is None and len(indices) > bound:
             raise ValueError(
                 f"{type(self.sampler).__name__} has no length, and yielded more than {bound} indices for {len(self.dataset)} samples: an "
@@ -366,7 +453,7 @@ class UserSamplerOrder(SampleOrder):
             )
         return indices
 
-    def _order_at_saved_state(self, state: dict[str, Any], epoch: int, at_most: int | None) -> list[Any]:
+    def _order_at_saved_state(self, state: dict[str, Any], epoch: int, at_most: int | None) -> SamplerEntries:
         """The sample order that was in use when ``state`` was saved, or the next epoch's if that epoch was finished.
 
         Args:
@@ -379,7 +466,7 @@ class UserSamplerOrder(SampleOrder):
                 self._pass(number, at_most)
         indices = self._pass(saved_epoch, at_most)
         if self.stateful:
-            if self._fingerprint() != state["print"] and state["before"] is not None:
+            if not indices.has_checksum(state["print"]) and state["before"] is not None:
                 self.sampler.load_state_dict(copy.deepcopy(state["before"]))
                 indices = self._pass(saved_epoch, at_most)
             if state["now"] is not None and not _equal_states(state["now"], self.sampler.state_dict()):
@@ -387,7 +474,7 @@ class UserSamplerOrder(SampleOrder):
             self._sampler_state_before = state["before"]
         self.passes = state["passes"] + 1
         resharded = self.sharded and state["world_size"] != self.group.world_size
-        if self._fingerprint() != state["print"] and not resharded:
+        if not resharded and not indices.has_checksum(state["print"]):
             warn_once(
                 f"{type(self.sampler).__name__} yields a different order after resuming, in epoch {saved_epoch}: samples may be repeated or "
                 "left out. Let its order follow from its arguments, set_epoch(epoch) and seeded generators, or give it state_dict and load_state_dict"
@@ -399,7 +486,7 @@ class UserSamplerOrder(SampleOrder):
             )
         return self._pass(epoch, at_most) if state["over"] else indices
 
-    def _agreed_order(self, indices: list[Any]) -> list[Any]:
+    def _agreed_order(self, indices: SamplerEntries) -> SamplerEntries:
         """The order that all ranks use: rank 0's, if they have drawn different ones. A collective.
 
         Raises:
@@ -407,8 +494,8 @@ class UserSamplerOrder(SampleOrder):
         """
         if len(set(map(tuple, gather_json(self.group, [self._fingerprint(), len(indices)])))) == 1:
             return indices
-        first = list(broadcast_object(self.group, indices if self.group.is_main else None))
-        common = self.group.is_main or not _are_disjoint(first, indices)
+        first: SamplerEntries = broadcast_object(self.group, indices if self.group.is_main else None)
+        common = self.group.is_main or not first.is_disjoint(indices)
         if not any(gather_json(self.group, common)[1:]):
             raise ValueError(
                 f"{type(self.sampler).__name__} yields different samples on each rank, without declaring that it divides the data. If it does, set "
@@ -420,15 +507,13 @@ class UserSamplerOrder(SampleOrder):
         """A checksum of the latest order."""
         if self._checksum is None:
             assert self._drawn is not None
-            try:
-                data = torch.tensor(self._drawn, dtype=torch.int64).numpy().tobytes()
-            except (TypeError, ValueError, RuntimeError):  # batches of a batch sampler, or keys that are not numbers
-                data = repr(self._drawn).encode()
-            self._checksum = zlib.crc32(data)
+            self._checksum = self._drawn.checksum()
         return self._checksum
 
 
-def order_for(sampler: Any, loader: DataLoader[Any], group: Group, seed: int, feistel: bool = True) -> SampleOrder:
+def order_for(
+    sampler: Any, loader: DataLoader[Any], group: Group, seed: int, computed_from: int = LARGE
+) -> SampleOrder:
     """Create the order of a loader's sampler. A collective.
 
     torch's own sequential, random and distributed samplers (not subclasses) are replaced by orders that are functions of (seed, epoch); any
@@ -436,21 +521,25 @@ def order_for(sampler: Any, loader: DataLoader[Any], group: Group, seed: int, fe
 
     Args:
         sampler: yields indices of the dataset, or whole batches of them.
-        feistel: whether to compute shuffles of :data:`LARGE` and more samples rather than store them.
+        computed_from: the number of samples from which on a shuffle is computed rather than stored.
 
     Raises:
         ValueError: the sampler divides the data for another number of processes.
     """
-    order, problem = _order_and_problem(sampler, loader, group, seed, feistel)
+    order, problem = _order_and_problem(sampler, loader, group, seed, computed_from)
     order.agree(problem)
     return order
 
 
 def _order_and_problem(
-    sampler: Any, loader: DataLoader[Any], group: Group, seed: int, feistel: bool
+    sampler: Any, loader: DataLoader[Any], group: Group, seed: int, computed_from: int
 ) -> tuple[SampleOrder, str]:
     """The order of a loader's sampler, and what is wrong with the sampler on this rank (empty if nothing is)."""
     is_presharded = presharded(loader) or getattr(sampler, "presharded", False) is True
+    if hasattr(sampler, "seeded"):
+        return DrawOrder(sampler, sampler, group, seed, True), _length_mismatch(sampler, loader.dataset)
+    if hasattr(loader.dataset, "seeded"):
+        return _draw_order(sampler, loader, group, seed, is_presharded)
     if type(sampler) is SequentialSampler:
         return SequentialOrder(sampler.data_source, sampler, group, seed, is_presharded), ""
     if type(sampler) is DistributedSampler and not is_presharded:
@@ -460,7 +549,7 @@ def _order_and_problem(
             else _shard_mismatch(sampler, sampler.num_replicas, sampler.rank, group)
         )
         if sampler.shuffle:
-            return ShuffledOrder(sampler.dataset, sampler, group, sampler.seed, False, feistel), problem
+            return ShuffledOrder(sampler.dataset, sampler, group, sampler.seed, False, computed_from), problem
         return SequentialOrder(sampler.dataset, sampler, group, seed, False), problem
     # Without a user's generator, torchdata's sampler creates one with a random seed.
     randomly_seeded = (
@@ -470,7 +559,7 @@ def _order_and_problem(
     )
     if is_a(sampler, RandomSampler) and not sampler.replacement:
         units, count = len(sampler.data_source), sampler.num_samples
-        if count == units or (feistel and units >= LARGE and count < units):
+        if count == units or (units >= computed_from and count < units):
             users_generator = None if randomly_seeded else sampler.generator
             order_seed = seed if users_generator is None else users_generator.initial_seed()
             return ShuffledOrder(
@@ -479,7 +568,7 @@ def _order_and_problem(
                 group,
                 order_seed,
                 is_presharded,
-                feistel,
+                computed_from,
                 None if count == units else count,
             ), ""
     replicas, rank = _shard(sampler)
@@ -487,6 +576,50 @@ def _order_and_problem(
     is_mismatch = replicas > 1 and (replicas, rank) != (group.world_size, group.rank)
     problem = _shard_mismatch(sampler, replicas, rank, group) if is_mismatch else ""
     return UserSamplerOrder(sampler, loader, group, seed, is_sharded, randomly_seeded), problem
+
+
+def _draw_order(
+    sampler: Any, loader: DataLoader[Any], group: Group, seed: int, is_presharded: bool
+) -> tuple[DrawOrder, str]:
+    """The order of a dataset that orders itself, and what is wrong with the sampler: only torch's own, over all samples, leave the order to it."""
+    dataset: Any = loader.dataset
+    kind, problem = type(dataset).__name__, ""
+    shuffle = sampler.shuffle if type(sampler) is DistributedSampler else is_a(sampler, RandomSampler)
+    if type(sampler) is DistributedSampler:
+        seed = sampler.seed if shuffle else seed
+        if sampler.num_replicas not in (1, group.world_size, _processes()):
+            problem = _shard_mismatch(sampler, sampler.num_replicas, sampler.rank, group)
+    elif shuffle and not sampler.replacement and sampler.num_samples == len(dataset):
+        # Without a user's generator, torchdata's sampler creates one with a random seed.
+        if sampler.generator is not None and (type(sampler) is RandomSampler or sampler.generator is loader.generator):
+            seed = sampler.generator.initial_seed()
+    elif type(sampler) is not SequentialSampler:
+        problem = (
+            f"{kind} decides itself which sample comes when, and {type(sampler).__name__} asks for another order: leave the sampler out and give "
+            f"DataLoader(shuffle=True) or False; the length of an epoch is that of the {kind}"
+        )
+    if is_presharded:
+        problem = (
+            f"a {kind} is divided among the ranks by its draws, and this one is declared as divided already: leave presharded out, and give every "
+            "rank all of the data"
+        )
+    return DrawOrder(dataset, sampler, group, seed, shuffle), problem
+
+
+def _length_mismatch(sampler: Any, dataset: Any) -> str:
+    """The error message for a batch sampler that was made from the lengths of other data; empty if it fits, or cannot tell."""
+    if hasattr(dataset, "seeded"):
+        return (
+            f"{type(dataset).__name__} decides itself which sample comes when, and so does {type(sampler).__name__}: give batch_size=, and mix "
+            "sources whose samples have one length"
+        )
+    lengths = getattr(sampler, "lengths", None)
+    if lengths is None or not hasattr(dataset, "__len__") or len(lengths) == len(dataset):
+        return ""
+    return (
+        f"{type(sampler).__name__} has the lengths of {len(lengths)} samples, and {type(dataset).__name__} has {len(dataset)}: give the lengths of "
+        "this dataset, in its order"
+    )
 
 
 def _shard(sampler: Any) -> tuple[int, int]:
@@ -509,18 +642,6 @@ def _shard_mismatch(sampler: Any, replicas: int, rank: int, group: Group) -> str
 
 def _processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _are_disjoint(first: list[Any], second: list[Any]) -> bool:
-    """True if two orders have no index in common."""
-
-    def flat(items: list[Any]) -> set[Any]:
-        return {index for item in items for index in (item if isinstance(item, (list, tuple)) else (item,))}
-
-    try:
-        return not flat(first) & flat(second)
-    except TypeError:
-        return False
 
 
 def _equal_states(first: Any, second: Any) -> bool:

@@ -11,17 +11,25 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
 from engine.data.data_states import load_state, stateful, states_of, warn_of_forgetful_samplers
+from engine.data.drawn import DrawnDataset
 from engine.data.epochs import epoch_listeners, shared_epoch, tell_epoch
 from engine.data.feed import Feed, LoaderUse, MicroBatch
 from engine.data.order import mixed
 from engine.data.sample_counter import CountingCollate, SampleCounter
-from engine.data.stream_guard import StreamGuard
-from engine.data.user_loaders import altered, declared_common, end_orphan, end_workers, presharded
+from engine.data.stream_guard import StreamGuard, checksum_of_batch
+from engine.data.user_loaders import (
+    altered,
+    collates_like_samples,
+    declared_common,
+    end_orphan,
+    end_workers,
+    presharded,
+)
 from engine.data.worker_seeds import WorkerSeeds
 from engine.distributed.collectives import gather_json, gather_row
 from engine.distributed.group import Group
 from engine.step.position import share_of, shares
-from engine.utils.log import warn_once
+from engine.utils.log import logger, warn_once
 from engine.utils.sample_count import NOTHING_SHOWN, Count, counted
 from engine.utils.seed import isolated
 
@@ -49,6 +57,7 @@ class StreamFeed(Feed):
     def __init__(
         self, data: Any, group: Group, seed: int, reader: StreamReader | None = None, use: LoaderUse | None = None
     ) -> None:
+        data = seeded_stream(data, seed) if reader is None else data
         self.data, self.group, self.seed, self.use = data, group, seed, use or LoaderUse()
         self.presharded = presharded(data)
         # Batches that are read for one micro-batch of each rank.
@@ -66,6 +75,8 @@ class StreamFeed(Feed):
         self._begun = self._ended = False
         self._window_start: Any = None
         """The reader's position before the current window."""
+        self._first_checksum: int | None = None
+        """The checksum of the first batch of the latest epoch, where every epoch has the same batches."""
 
     def length(self, limit: int | None) -> int | None:
         try:
@@ -89,6 +100,13 @@ class StreamFeed(Feed):
             )
         state = state if usable else None
         self._begun, self._ended = True, state is not None and state["ended"]
+        mixture = mixture_of(self.data)
+        same_samples = self.use.evaluates or self.use.repeats
+        if mixture is not None and same_samples:
+            mixture.restart()
+            epoch = 0
+        elif mixture is not None and self._ended and state is not None and state.get("next") is not None:
+            mixture.load_state_dict(state["next"]["states"][0]["dataset"])
         self.reader.set_epoch(epoch)
         self.reader.counter.follow(self.use.owner)
         if self._guard is not None:
@@ -96,9 +114,27 @@ class StreamFeed(Feed):
         batches: Iterator[Any] = iter(())
         if not self._ended:
             saved = state["source"] if state else None
+            if mixture is not None and saved is not None:
+                self._report_changes(mixture, saved)
             batches = self._open(epoch, saved if saved and self.reader.accepts(saved) else None, start)
         end = None if limit is None else limit * self.round
+        if self.use.repeats and not start:
+            batches = self._compared(batches)
         return self._windows(batches, start, window, end)
+
+    def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches; warn if the first is another than that of the first epoch."""
+        for number, batch in enumerate(batches):
+            if number == 0:
+                total = checksum_of_batch(batch)
+                if self._first_checksum not in (None, total):
+                    warn_once(
+                        f"overfit_batches: {type(self.data).__name__} reads {type(getattr(self.data, 'dataset', self.data)).__name__}, a stream, and "
+                        "begins a later epoch with another batch than the first epoch, so the batches are not the same in every epoch. Give a list "
+                        "of batches, such as list(itertools.islice(loader, 10))"
+                    )
+                self._first_checksum = total
+            yield batch
 
     def _open(self, epoch: int, saved: Any, start: int) -> Iterator[Any]:
         """Start reading at position ``start``, from the reader's ``saved`` state or, without one, by skipping batches."""
@@ -113,6 +149,17 @@ class StreamFeed(Feed):
             )
             next(itertools.islice(batches, start - 1, start), None)
         return batches
+
+    def _report_changes(self, mixture: DrawnDataset, saved: Any) -> None:
+        """Log the differences between a mixture and the one that has saved a state.
+
+        Raises:
+            ValueError: there are some, and the user wants none.
+        """
+        states = [place["dataset"] for place in saved.get("states", ()) if place and "dataset" in place]
+        changes = mixture.changes_since(states[0]) if states else []
+        for change in changes if self.group.is_main else ():
+            logger.info("%s", change)
 
     def _reason(self) -> str:
         """Why this data cannot start at a position, for a warning."""
@@ -130,7 +177,9 @@ class StreamFeed(Feed):
             return None
         rank, world_size = self._owner()
         shuffle = {} if self.shuffle is None else {"shuffle": self.shuffle}
-        return {"source": source, "ended": ended, "rank": rank, "world_size": world_size, **shuffle}
+        # The sources of a mixture continue in the next pass, also if the run ends between the last step of this one and its end.
+        following = {"next": self.reader.next_pass_state()} if ended and mixture_of(self.data) is not None else {}
+        return {"source": source, "ended": ended, "rank": rank, "world_size": world_size, **shuffle, **following}
 
     def next_pass_state(self) -> Any:
         source = self.reader.next_pass_state() if self._begun else None
@@ -215,6 +264,23 @@ class StreamFeed(Feed):
             self._guard.check([row[window:] for row in rows])
         micro_batches = zip(*(row[:window] for row in rows), strict=True)
         return tuple(tuple(max(0, size) for size in micro) for micro in micro_batches if max(micro) >= 0)
+
+
+def mixture_of(data: Any) -> DrawnDataset | None:
+    """The mixture of streams that a loader reads."""
+    dataset = getattr(data, "dataset", None)
+    return dataset if isinstance(dataset, DrawnDataset) else None
+
+
+def seeded_stream(data: Any, seed: int) -> Any:
+    """The loader, if it reads a mixture of streams a copy with a copy of the mixture that draws with this seed."""
+    mixture = mixture_of(data)
+    if mixture is None or not isinstance(data, DataLoader) or stateful(data):
+        return data
+    seeded = mixture.seeded(seed, True)
+    if collates_like_samples(data):
+        seeded.compare_samples()
+    return altered(data, dataset=seeded)
 
 
 # -- readers: they read data batch by batch, know the position after each batch, and can start at a position -----------------------------------
@@ -507,7 +573,10 @@ class WorkerRole:
 def shuffle_buffers(data: Any) -> list[Any]:
     """The shuffle buffers (``.shuffle(buffer_size=...)``) anywhere in a Hugging Face stream, whose state does not include their contents."""
     buffers = []
-    parts = [getattr(owner, "_ex_iterable", None) for owner in (data, getattr(data, "dataset", None))]
+    owners = [data]  # a loader, its dataset, and the stream that a PackedStream packs
+    while len(owners) < 4 and getattr(owners[-1], "dataset", None) is not None:
+        owners.append(owners[-1].dataset)
+    parts = [getattr(owner, "_ex_iterable", None) for owner in owners]
     for part in parts:
         if type(part).__name__ == "BufferShuffledExamplesIterable":
             buffers.append(part)

@@ -77,7 +77,7 @@ class StreamGuard:
         """Numbers that must be equal on all ranks: the position, whether the stream has ended, and a checksum of samples of the window's batches; in
         a pass's first window one of the whole first batch, too."""
         self._start, self._position = self._position, position
-        first = [] if self._windows else [_checksum_of(self._first) if self._has_first else -1]
+        first = [] if self._windows else [checksum_of_batch(self._first) if self._has_first else -1]
         return [2 * position + ended, self._checksum, *first]
 
     def check(self, columns_by_rank: list[list[int]]) -> None:
@@ -162,7 +162,7 @@ def _random_states() -> tuple[Any, ...]:
     )
 
 
-def _checksum_of(batch: Any) -> int:
+def checksum_of_batch(batch: Any) -> int:
     """A checksum of a batch's tensors and of the plain values in it."""
     total = zlib.crc32(repr(_plain_values(batch)).encode())
     for tensor in _tensors(batch):

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, default_collate
 
 from engine.utils import scratch
 
@@ -51,6 +51,40 @@ def presharded(data: Any) -> bool:
         getattr(owner, "presharded", False) is True or getattr(owner, "_distributed", None) is not None
         for owner in owners
     )
+
+
+def owners_of(data: Any, attribute: str) -> list[Any]:
+    """The objects in a loader or dataset that have an attribute; a dataset without it stands for itself.
+
+    ``Subset`` and ``ConcatDataset`` of datasets, and the members of a combination, are looked into.
+    """
+    if getattr(data, attribute, None) is not None:
+        return [data]
+    parts = data.datasets if isinstance(data, ConcatDataset) else getattr(data, "members", None)
+    if parts is None:
+        dataset = getattr(data, "dataset", None)
+        parts = [] if dataset is None or dataset is data else [dataset]
+    return [owner for part in parts for owner in owners_of(part, attribute)] or [data]
+
+
+def tokens_per_sample(*data: Any) -> int | None:
+    """The tokens of each sample of loaders or datasets, which they say by an attribute of this name; ``None``: not all do, or they differ.
+
+    Raises:
+        ValueError: the attribute is not a number of tokens.
+    """
+    lengths: set[int | None] = set()
+    for owner in (owner for part in data for owner in owners_of(part, "tokens_per_sample")):
+        length = getattr(owner, "tokens_per_sample", None)
+        if length is not None and (type(length) is not int or length < 1):
+            raise ValueError(f"{type(owner).__name__}.tokens_per_sample={length!r} must be an int of at least 1")
+        lengths.add(length)
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def collates_like_samples(loader: DataLoader[Any]) -> bool:
+    """Whether a loader makes batches of several samples by torch's own function, which needs samples of one form."""
+    return loader.collate_fn is default_collate and loader.batch_size is not None and loader.batch_size > 1
 
 
 def declared_common(data: Any) -> bool:

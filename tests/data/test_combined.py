@@ -387,11 +387,23 @@ def test_containers_and_sizes() -> None:
     assert CombinedLoader([small(), [1]]).batch_size is None
 
 
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", "sequential"])
+def test_one_loader_alone_gives_its_own_batches(mode: str) -> None:
+    for make in (small, large, stream):
+        _, loader = prepared(CombinedLoader(make(), mode))
+        _, alone = prepared(CombinedLoader([make()], mode))
+        batches = read(loader)
+        assert batches
+        assert batches == [batch if mode == "sequential" else batch[0] for batch in read(alone)]
+
+
 def test_errors() -> None:
     with pytest.raises(ValueError, match=r"mode='max_size_cycel'.*max_size_cycle"):
         CombinedLoader([small()], "max_size_cycel")
-    with pytest.raises(TypeError, match="takes a dict, list or tuple of loaders, got DataLoader"):
-        CombinedLoader(small())
+    with pytest.raises(TypeError, match="takes loaders, got str"):
+        CombinedLoader("data")
+    with pytest.raises(TypeError, match="0 cannot be iterated: int"):
+        CombinedLoader(3)
     with pytest.raises(TypeError, match="'b' cannot be iterated: int"):
         CombinedLoader({"a": small(), "b": 3})
     with pytest.raises(ValueError, match="got no loaders"):

@@ -20,7 +20,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from engine import CombinedLoader, Engine, Fit, TrainModule
+from callbacks import ModelCheckpoint
+from engine import CombinedLoader, Engine, Fit, Mixture, TrainModule
 from engine.data.loader import BatchTransfer, PreparedLoader, feed_for, in_dataset_order
 from engine.step.position import NOT_FROM_LOADER
 
@@ -285,6 +286,27 @@ def test_skip_first_batches() -> None:
         engine.skip_first_batches(loader, -1)
 
 
+@pytest.mark.parametrize("data", [shuffled(20), [torch.full((4,), float(i)) for i in range(5)]])
+def test_a_pass_that_skips_is_saved_and_continues(data: Any) -> None:
+    _, loader = prepared(data)
+    whole = [read(loader) for _ in range(2)]
+    _, loader = prepared(data)
+    skipping, states = loader.skipping(1), [loader.state_dict()]
+    for _ in skipping:
+        states.append(loader.state_dict())
+    assert [(state["epoch"], state["position"]) for state in states[:-1]] == [
+        (0, skipping.stride * (i + 1)) for i in range(len(states) - 1)
+    ]
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (1, 0)
+    _, again = prepared(data)
+    again.load_state_dict(states[1])
+    assert read(again) == whole[0][2:]
+    next(iter(loader))  # the loader's own passes follow
+    assert loader.state_dict()["epoch"] == 1
+    again.load_state_dict(loader.state_dict())
+    assert read(again) == whole[1][1:]
+
+
 def test_skipping_keeps_limits_and_goes_on_from_a_resume() -> None:
     engine, loader = prepared(shuffled(20))
     whole = read(loader)
@@ -373,10 +395,10 @@ class Reads(TrainModule):
         return torch.optim.SGD([self.w], lr=1.0)
 
 
-def run(root: Path, loader: Any, val: Any = None, **settings: Any) -> Reads:
+def run(root: Path, loader: Any, val: Any = None, resume: Any = None, **settings: Any) -> Reads:
     module = Reads()
     Fit(accelerator="cpu", devices=1, root_dir=root, max_epochs=2, num_sanity_val_steps=0, **settings).run(
-        module, loader, val
+        module, loader, val, resume=resume
     )
     return module
 
@@ -400,6 +422,45 @@ def test_the_first_batches_in_every_epoch(tmp_path: Path, name: str, given: floa
     module = run(tmp_path, loader, LOADERS[name](), overfit_batches=given)
     assert module.seen == module.validated == 2 * [[2.0 * i, 2.0 * i + 1] for i in range(count)]
     assert getattr(loader, "sampler", None) is before  # the user's loader stays as it is
+
+
+class Epochs(IterableDataset[Tensor]):
+    """A stream with other samples in each epoch, which the loop tells it, or which it counts by its passes."""
+
+    def __init__(self, counts: bool) -> None:
+        self.epoch, self.counts = -1 if counts else 0, counts
+        if not counts:
+            self.set_epoch = lambda epoch: setattr(self, "epoch", epoch)
+
+    def __iter__(self) -> Any:
+        self.epoch += self.counts
+        return iter(DATA + 100 * self.epoch)
+
+
+def mixed_streams() -> DataLoader[Any]:
+    sources = {"a": Epochs(False), "b": [*DATA]}
+    return DataLoader(Mixture(sources, {"a": 0.5, "b": 0.5}), 2)
+
+
+@pytest.mark.filterwarnings("ignore:this data cannot be read from the middle of an epoch")
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("make", [lambda: DataLoader(Epochs(False), 2), mixed_streams])
+def test_a_stream_begins_each_epoch_as_the_first(make: Any, resumed: bool, tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"overfit_batches": 3, "seed": 1}
+    whole = run(tmp_path / "whole", make(), **limits).seen
+    assert len(whole) == 6
+    assert whole[:3] == whole[3:]
+    if resumed:  # within the second epoch
+        stopped = run(tmp_path, make(), callbacks=[ModelCheckpoint()], max_steps=4, **limits)
+        rest = run(tmp_path, make(), callbacks=[ModelCheckpoint()], resume="last", **limits)
+        assert stopped.seen + rest.seen == whole
+
+
+def test_a_stream_that_does_not_repeat_itself_is_told_of(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match="overfit_batches: DataLoader reads Epochs, a stream, and begins a later epoch"
+    ):
+        run(tmp_path, DataLoader(Epochs(True), 2), overfit_batches=1)
 
 
 @IN_ORDER

@@ -8,10 +8,12 @@ from __future__ import annotations
 import itertools
 import random
 import tracemalloc
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -27,12 +30,14 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     WeightedRandomSampler,
+    random_split,
 )
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from callbacks import ModelCheckpoint
-from engine import Engine, Fit, TrainModule
+from engine import CombinedLoader, Engine, Fit, Mixture, Packed, TokenBudget, TrainModule
 from engine.data.order import FeistelIndices, mixed, permutation
+from engine.utils.errors import CheckError
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +61,7 @@ def loaded(sampler: Any, batch_size: int = 4, count: int = 20, **options: Any) -
 
 
 def prepared(data: Any, **settings: Any) -> Any:
-    return Engine(accelerator="cpu", seed=3, **settings).prepare_data_loader(data)
+    return Engine(**{"accelerator": "cpu", "seed": 3, **settings}).prepare_data_loader(data)
 
 
 def read(loader: Any) -> list[list[int]]:
@@ -208,6 +213,53 @@ class Turning(Sampler[int]):
 
     def __len__(self) -> int:
         return 6
+
+
+@pytest.mark.parametrize("entry", [int, np.int64, np.int32, torch.tensor, str, float])
+def test_entries_of_any_type_come_as_they_are(entry: Any) -> None:
+    """The dataset gets what the sampler has yielded, of the same type, before and after a resume."""
+    expected = [entry(number) for number in ((7919 * number) % 5000 for number in range(5000))]
+
+    class Entries(Dataset[Any]):
+        def __len__(self) -> int:
+            return 5000
+
+        def __getitem__(self, index: Any) -> Any:
+            return [index]
+
+    def make() -> Any:
+        return prepared(DataLoader(Entries(), batch_size=100, sampler=expected, collate_fn=sum_of_lists))
+
+    first = make()
+    batches = iter(first)
+    read_first = [index for _ in range(20) for index in next(batches)]
+    state = first.state_dict()
+    del batches
+    second = make()
+    second.load_state_dict(state)
+    everything = read_first + [index for batch in second for index in batch]
+    assert everything == expected
+    assert set(map(type, everything)) == {type(expected[0])}
+
+
+def test_the_order_of_a_users_sampler_takes_eight_bytes_a_sample() -> None:
+    class Strides(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return ((7919 * number) % 100_000 for number in range(100_000))
+
+        def __len__(self) -> int:
+            return 100_000
+
+    loader = loaded(Strides(), count=100_000)
+    tracemalloc.start()
+    assert next(iter(loader)).tolist() == [0, 7919, 15838, 23757]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 * 100_000  # a list takes 40; what is drawn at once is a list, too
+
+
+def sum_of_lists(samples: list[list[Any]]) -> list[Any]:
+    return [entry for sample in samples for entry in sample]
 
 
 class Told(Turning):
@@ -405,6 +457,83 @@ def two_lengths() -> Any:
         return str(error)
 
 
+def parts_of(seed: int) -> Any:
+    return random_split(Numbers(), [12, 8], generator=torch.Generator().manual_seed(seed))[0]  # type: ignore[arg-type]
+
+
+class Files(Numbers):
+    """A dataset with a list of files."""
+
+    def __init__(self, files: list[str]) -> None:
+        super().__init__(len(files))
+        self.files = [(file, 1) for file in files]
+
+
+UNLIKE: dict[str, tuple[Callable[[int], Any], str]] = {
+    "batch sizes": (lambda r: DataLoader(Numbers(), 4 + r), "batch_size: rank 0 has 4, rank 1 has 5"),
+    "last batches": (
+        lambda r: DataLoader(Numbers(), 3, drop_last=r == 1),
+        "drop_last: rank 0 has False, rank 1 has True",
+    ),
+    "shuffles": (
+        lambda r: DataLoader(Numbers(), 4, shuffle=r == 1),
+        "order: rank 0 has as in the data, rank 1 has shuffled",
+    ),
+    "kinds": (
+        lambda r: [[0]] if r else DataLoader(Numbers()),
+        "kind: rank 0 has map-style dataset, rank 1 has list of 1 batches",
+    ),
+    "lists": (lambda r: [[0]] * (4 + r), "kind: rank 0 has list of 4 batches, rank 1 has list of 5 batches"),
+    "random splits": (lambda r: DataLoader(parts_of(r), 4), "choice of samples"),
+    "splits inside": (lambda r: DataLoader(ConcatDataset([Numbers(), parts_of(r)]), 4), "choice of samples"),
+    "rows": (lambda r: DataLoader(Packed([[1] * 4] * 8, 8 + r), 4), "tokens_per_sample: rank 0 has 8, rank 1 has 9"),
+    "documents": (lambda r: DataLoader(Packed([[1] * (3 + r)] * 8, 8), 4), "packing"),
+    "budgets": (
+        lambda r: DataLoader(Numbers(), batch_sampler=TokenBudget([2] * 20, max_tokens=8 + 2 * r)),  # type: ignore[arg-type]
+        "packing",
+    ),
+    "weights": (
+        lambda r: DataLoader(Mixture({"a": Numbers(), "b": Numbers()}, {"a": 1, "b": 1 + r}), 4),
+        "weights",
+    ),
+    "sizes": (
+        lambda r: DataLoader(Mixture({"a": Numbers(), "b": Numbers(9 + r)}, "equal", samples=20), 4),
+        "sizes of sources",
+    ),
+    "modes": (
+        lambda r: CombinedLoader([DataLoader(Numbers()), DataLoader(Numbers())], ["min_size", "max_size"][r]),
+        "mode: rank 0 has min_size, rank 1 has max_size",
+    ),
+    "names of members": (
+        lambda r: CombinedLoader({"ab"[r]: DataLoader(Numbers())}),
+        "members: rank 0 has {'a': 'loader'}, rank 1 has {'b': 'loader'}",
+    ),
+    "members": (
+        lambda r: CombinedLoader([DataLoader(Numbers()), DataLoader(Numbers(), shuffle=r == 1)]),
+        "order of loader 1: rank 0 has as in the data, rank 1 has shuffled",
+    ),
+}
+
+
+def two_unlike() -> dict[str, str]:
+    errors = {}
+    for name, (make, _) in UNLIKE.items():
+        with pytest.raises(CheckError) as error:
+            prepared(make(rank()))
+        errors[name] = str(error.value)
+    return errors
+
+
+def two_files() -> list[str]:
+    said = []
+    for names in (["a", "b"], ["b", "a"]), (["/0/a", "/0/b"], ["/1/a", "/1/b"]):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            read(prepared(DataLoader(Files(names[rank()]))))
+        said.append("".join(str(warning.message) for warning in caught))
+    return said
+
+
 def two_misfit() -> Any:
     try:
         return read(loaded(Halves(Numbers(), 2, 0)))
@@ -477,6 +606,21 @@ def test_parts_of_a_dataset_stay_where_they_are(two: Any) -> None:
 def test_other_data_on_each_rank_is_an_error(two: Any) -> None:
     assert two["lengths"][0] == two["lengths"][1]
     assert two["lengths"][0].startswith("the ranks' datasets have 20, 21 samples: every rank must have the whole data")
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_loaders_that_differ_by_rank_are_an_error(two: Any, name: str) -> None:
+    assert two["unlike"][0][name] == two["unlike"][1][name]
+    assert two["unlike"][0][name].startswith(f"the loaders differ between the ranks:\n  {UNLIKE[name][1]}")
+
+
+def test_files_in_another_order_are_told_of(two: Any) -> None:
+    """As ``os.listdir`` gives them on two machines; the folder may be another one."""
+    for on_one_machine, in_other_folders in two["files"]:
+        assert on_one_machine.startswith(
+            "files of the dataset has other names, or another order of them, on rank 1 than on"
+        )
+        assert in_other_folders == ""
 
 
 def test_a_counting_sampler_is_resumed_on_two_ranks(two: Any) -> None:
@@ -671,11 +815,11 @@ def test_a_resume_continues_the_kind_of_order_that_it_began_with(monkeypatch: py
     before.resume(0, 8)
     state = before.state_dict()
     assert "order" not in state  # as it was saved when there was no other order
-    monkeypatch.setattr("engine.data.order.LARGE", 100)
+    monkeypatch.setattr("engine.data.loader.LARGE", 100)
     computed = shuffled(100)
     assert flat(computed) == FeistelIndices(100, 7, 0)[:]
     computed.resume(0, 8)
-    assert computed.state_dict()["order"] == "feistel"
+    assert computed.state_dict()["order"] == "feistel from 100"
     old, new = shuffled(100), shuffled(100)
     old.load_state_dict(state)
     new.load_state_dict(computed.state_dict())
@@ -683,5 +827,109 @@ def test_a_resume_continues_the_kind_of_order_that_it_began_with(monkeypatch: py
     assert flat(old) == permutation(100, 7, 1).tolist()  # for the rest of the run
     assert flat(new) == FeistelIndices(100, 7, 0)[8:]
     assert "order" not in old.state_dict()
-    with pytest.raises(ValueError, match="unknown kind 'other'"):
-        new.load_state_dict({**state, "order": "other"})
+    for kind in ("other", "feistel from here", "feistel before 5"):
+        with pytest.raises(ValueError, match=f"unknown kind '{kind}'"):
+            new.load_state_dict({**state, "order": kind})
+
+
+@pytest.mark.parametrize("kind", [None, "feistel"])
+def test_orders_of_checkpoints_from_before_shuffles_were_computed_from_fewer_samples_on(kind: str | None) -> None:
+    """Then shuffles were computed from 2**24 samples on. One text stood for all members of a combination: ``"feistel"``, if one was that large."""
+    sizes = [2**22 + 2] if kind is None else [2**22 + 2, 2**24 + 5]
+    stored = permutation(sizes[0], mixed(7, 1), 0)[40:44].tolist()
+
+    def combined() -> Any:
+        members = [DataLoader(Huge(size), batch_size=4, shuffle=True) for size in sizes]
+        return prepared(CombinedLoader(members), seed=7)
+
+    fresh = combined()
+    fresh.resume(0, 10)
+    assert next(iter(fresh))[0].tolist() == FeistelIndices(sizes[0], mixed(7, 1), 0)[40:44]
+    assert fresh.state_dict()["order"] == f"feistel from {2**22}"
+    old = {"epoch": 0, "position": 10, "stream": None, **({} if kind is None else {"order": kind})}
+    resumed = combined()
+    resumed.load_state_dict(old)
+    assert next(iter(resumed))[0].tolist() == stored
+    if kind is not None:
+        assert next(iter(resumed))[1].tolist() == FeistelIndices(sizes[1], mixed(7, 2), 1)[:4]
+    assert resumed.state_dict().get("order") == kind  # the rest of the run, too
+    again = combined()
+    again.load_state_dict({**resumed.state_dict(), "epoch": 0, "position": 10})
+    assert next(iter(again.skipping(0)))[0].tolist() == stored
+
+
+# -- data that orders itself ----------------------------------------------------------------------------------------------------------
+
+
+class Turns(Dataset[int]):
+    """Ten draws an epoch; draw ``k`` is ``100 * seed + k``, or ``k`` without a shuffle."""
+
+    def __init__(self, base: int = 0) -> None:
+        self.base = base
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, draw: int) -> int:
+        return self.base + draw
+
+    def seeded(self, seed: int, shuffle: bool) -> Turns:
+        return Turns(100 * seed if shuffle else 0)
+
+    def draws(self, epoch: int) -> range:
+        return range(10 * epoch, 10 * epoch + 10)
+
+
+class Pairs:
+    """A batch sampler: pairs of indices, in another order in each epoch."""
+
+    def __init__(self, first: int = -1) -> None:
+        self.first = first
+
+    def __len__(self) -> int:
+        return 4
+
+    def seeded(self, seed: int, shuffle: bool) -> Pairs:
+        assert shuffle
+        return Pairs(seed)
+
+    def draws(self, epoch: int) -> list[list[int]]:
+        return [[(self.first + epoch + 2 * i) % 8, (self.first + epoch + 2 * i + 1) % 8] for i in range(4)]
+
+
+def test_a_dataset_that_orders_itself_gives_its_draws_one_after_the_other_across_epochs() -> None:
+    data = Turns()
+    loader = prepared(DataLoader(data, batch_size=5, shuffle=True))
+    assert [flat(loader) for _ in range(3)] == [list(range(300 + 10 * e, 310 + 10 * e)) for e in range(3)]
+    assert flat(prepared(DataLoader(data, batch_size=5))) == list(range(10))
+    loader.resume(2, 5)
+    assert flat(loader) == list(range(325, 330))
+    assert data.base == 0  # the user's object has not changed
+    generator = torch.Generator().manual_seed(8)
+    assert flat(prepared(DataLoader(data, shuffle=True, generator=generator))) == list(range(800, 810))
+    divided = DistributedSampler(data, 1, 0, seed=4)
+    assert flat(prepared(DataLoader(data, sampler=divided))) == list(range(400, 410))
+
+
+def test_a_batch_sampler_that_orders_itself_gives_the_batches_of_each_epoch() -> None:
+    loader = prepared(DataLoader(Numbers(8), batch_sampler=Pairs()))
+    assert [read(loader), read(loader)] == [[[3, 4], [5, 6], [7, 0], [1, 2]], [[4, 5], [6, 7], [0, 1], [2, 3]]]
+    assert len(loader) == loader.samples == 4
+    loader.resume(1, 2)
+    assert read(loader) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [[3, 1], RandomSampler(Turns(), num_samples=4), RandomSampler(Turns(), replacement=True), Backwards(Turns())],
+)
+def test_another_order_of_a_dataset_that_orders_itself_is_refused(sampler: Any) -> None:
+    with pytest.raises(ValueError, match=r"Turns decides itself .* leave the sampler out"):
+        prepared(DataLoader(Turns(), sampler=sampler))
+
+
+def test_a_dataset_that_orders_itself_is_not_divided_already() -> None:
+    data = Turns()
+    data.presharded = True  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="declared as divided already"):
+        prepared(DataLoader(data))
