@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,24 @@ class EarlyGradients:
         return gradients.clip_norm(
             self._gradient_sync.local(grads), self._gradient_sync.norm(grads, norm_type), max_norm, None
         )
+
+    def clip_each_norm(
+        self, parameters: Iterable[Tensor], limit: float, divisor: Tensor | float | None = None
+    ) -> Tensor:
+        """Divide gradients by ``divisor`` and clip the norm of each. Return the norm of all together between the two, shape ``()``."""
+        grads = [next(iter(gradients.gradients([p])), None) for p in parameters]
+        norms, norm = self._gradient_sync.norm_of_each(grads)
+        present = [index for index, grad in enumerate(grads) if grad is not None]
+        parts = self._gradient_sync.local([grad for grad in grads if grad is not None])
+        if present:
+            norms = norms if len(present) == len(grads) else torch.stack([norms[index] for index in present])
+            gradients.clip_each_norm(parts, norms, limit, divisor)
+        return norm if divisor is None else norm / divisor
+
+    def clip_readable_norms(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
+        """Clip the norm of each of these parameters' gradients, divided and unscaled. Return that of all together before clipping, shape ``()``."""
+        self.readable(parameters)
+        return self.clip_each_norm(parameters, limit)
 
     def clip_values(self, parameters: Sequence[Tensor], limit: float) -> None:
         """Clamp each element of the gradients of ``parameters`` to [-limit, limit]."""

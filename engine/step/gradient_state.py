@@ -88,7 +88,7 @@ class GradientState:
 
 
 def _wide(count: Tensor | float) -> Tensor | float:
-    """``count`` in a dtype for sums: in half precision and small integers sums would be rounded, or overflow."""
+    """Return ``count`` in a dtype for sums: in half precision and small integers sums would be rounded, or overflow."""
     if isinstance(count, Tensor) and count.dtype not in (torch.float32, torch.float64, torch.int64):
         return count.to(accelerator.wide(count.device))
     return count

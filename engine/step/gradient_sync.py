@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.distributed.group import Group
-from engine.step.gradients import traces
+from engine.step.gradients import squares_of, traces
+from engine.utils import accelerator
 
 
 class StepStream(NamedTuple):
@@ -24,7 +25,7 @@ class StepStream(NamedTuple):
 
 
 class GradientSync:
-    """How ranks combine their gradients. This class serves one process; :class:`engine.Strategy` overrides what differs with several.
+    """The way in which ranks combine their gradients. This class serves one process; :class:`engine.Strategy` overrides what differs with several.
 
     A table in ``engine/strategies/README.md`` lists the methods that each strategy overrides.
     """
@@ -58,7 +59,8 @@ class GradientSync:
         return model
 
     def traces(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[tuple[Any, int]]:
-        """For each gradient of these optimizers an object (``None``: no gradient yet) and a version; a backward pass that reaches it changes them."""
+        """Return an object (``None``: no gradient yet) and a version for each gradient of these optimizers; a backward pass that reaches the gradient
+        changes one of them."""
         return traces(optimizers)
 
     def largest(self, values: Sequence[float]) -> list[float]:
@@ -85,6 +87,20 @@ class GradientSync:
     def norms(self, grads: Mapping[str, Tensor], norm_type: float = 2.0) -> dict[str, Tensor]:
         """The norm of each parameter's gradient, by name. Shapes ``()``; all ranks call this together."""
         return {name: torch.nn.utils.get_total_norm([grad], norm_type) for name, grad in grads.items()}
+
+    def norm_of_each(self, grads: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """The 2-norms of gradients, 0 where there is none, and that of all together, at most by one collective. Shapes ``[len(grads)]`` and ``()``.
+
+        All ranks call this together, with the gradients of the same parameters.
+        """
+        present = [grad for grad in grads if grad is not None]
+        if not present:
+            return torch.zeros(len(grads)), torch.zeros(())
+        device = present[0].device
+        squares = iter(squares_of(present, device))
+        zero = torch.zeros((), dtype=accelerator.wide(device), device=device)
+        norms = torch.stack([zero if grad is None else next(squares) for grad in grads]).sqrt()
+        return norms, torch.linalg.vector_norm(norms)
 
     def agree(self, flag: Tensor) -> Tensor:
         """The maximum of a flag over all ranks, for example 1.0 where a gradient is not finite and else 0.0."""

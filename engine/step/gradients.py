@@ -13,7 +13,7 @@ from engine.utils import accelerator
 from engine.utils.loss import Loss as Loss
 from engine.utils.loss import nonzero as nonzero
 from engine.utils.parameters import parameters_of
-from engine.utils.torch_private import multiply
+from engine.utils.torch_private import multiply, norms
 from engine.utils.tree import full_tensor
 
 CPU = torch.device("cpu")
@@ -145,6 +145,40 @@ def clip_norm(grads: list[Tensor], norm: Tensor, limit: float, divisor: Tensor |
     return norm
 
 
+@torch.no_grad()
+def squares_of(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The square of each tensor's 2-norm, shapes ``()``, on ``device`` and in its widest format; one pass for each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(index)
+    squares: list[Tensor] = [torch.empty(0)] * len(tensors)
+    for (_, dtype), indices in groups.items():
+        wide = torch.promote_types(dtype.to_real(), torch.float32)
+        of_group = torch.stack(
+            norms([tensors[i] for i in indices], 2.0, dtype=wide if dtype.is_floating_point else None)
+        )
+        for index, square in zip(
+            indices, of_group.to(device, accelerator.wide(device), non_blocking=True).square().unbind(), strict=True
+        ):
+            squares[index] = square
+    return squares
+
+
+@torch.no_grad()
+def clip_each_norm(
+    grads: Sequence[Tensor], norms_of_grads: Tensor, limit: float, divisor: Tensor | float | None
+) -> None:
+    """Divide by ``divisor`` and clip each gradient to a norm of at most ``limit``, in one pass.
+
+    Args:
+        norms_of_grads: the norms of the gradients before the division. Shape ``[len(grads)]``.
+    """
+    factors = torch.clamp(limit / ((norms_of_grads if divisor is None else norms_of_grads / divisor) + 1e-6), max=1.0)
+    factors = factors if divisor is None else factors / divisor
+    for grad, factor in zip(grads, factors.unbind(), strict=True):
+        grad.mul_(factor.to(grad.device, non_blocking=True))
+
+
 def where_nonfinite(
     named_parameters: Iterable[tuple[str, Tensor]], local: Callable[[list[Tensor]], list[Tensor]] = lambda grads: grads
 ) -> list[str]:
@@ -179,7 +213,7 @@ def check_held(before: Mapping[str, Tensor], now: Mapping[str, Tensor], optimize
     if lost:
         names = ", ".join(lost[:6]) + (f" and {len(lost) - 6} more" if len(lost) > 6 else "")
         raise ValueError(
-            f"parameters were replaced after their optimizer was created, which still has the old ones and would train nothing: {names}. "
-            "load_state_dict(assign=True) does that, and so does replacing a module: create the optimizer afterwards, give it the "
-            "new parameters, or copy values in place (load_state_dict without assign)"
+            f"parameters were replaced after their optimizer was created: {names}. The optimizer still has the old ones and would train nothing. "
+            "load_state_dict(assign=True) replaces parameters, and so does another module in a module's place. Create the optimizer afterwards, "
+            "give it the new parameters, or copy values in place (load_state_dict without assign)"
         )

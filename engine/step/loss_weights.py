@@ -72,7 +72,8 @@ class LossWeights:
     # -- before a backward pass -------------------------------------------------------------------------------------------------
 
     def weigh(self, loss: Tensor | Loss, world_size: int, fp16: bool) -> tuple[Tensor, float]:
-        """The scalar that backward starts from, and its divisor, which is exact for the current micro-batch; infinity: it counts as zero."""
+        """Return the scalar that backward starts from, and the divisor of its gradient in the current micro-batch. A divisor of infinity: the
+        gradient of this loss counts as zero."""
         state, position, agreement = self.state, self._position, self.agreement
         share = position.share
         if state.closed:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from engine.distributed.environments import detect
+from engine.step.schedules import NamedFactor
 from engine.utils.errors import nearest
 from engine.utils.log import logger
 
@@ -74,7 +74,7 @@ def lr_schedule(
             warmup,
             total_steps,
         )
-    factor = partial(_FACTORS[name], warmup=steps, total=total_steps or 0, minimum=min_lr_factor)
+    factor = NamedFactor(_FACTORS[name], warmup=steps, total=total_steps or 0, minimum=min_lr_factor)
     return {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from functools import wraps
-from types import MethodType
 from typing import Any, Self
 
 from torch import Tensor
@@ -13,7 +11,7 @@ from torch.optim import Optimizer
 
 from engine.distributed.collectives import gather_json
 from engine.step.gradient_sync import GradientSync, StepStream
-from engine.step.optimizers import is_of_torch
+from engine.step.optimizers import ReplacedStep, is_of_torch
 from engine.step.own_generators import own_generators, set_state, state_of
 from engine.utils import seed
 
@@ -184,33 +182,16 @@ class SharedNumbers:
         return closure
 
 
-class SharedStep:
-    """The replaced ``step`` of one optimizer."""
+class SharedStep(ReplacedStep):
+    """The step of one optimizer, on numbers that ranks with the same values share."""
 
     def __init__(self, optimizer: Optimizer, random: OptimizerRandom) -> None:
-        self.optimizer, self._random = optimizer, random
+        super().__init__(optimizer)
+        self._random = random
         self.count = 0
         """The number of steps so far, also of earlier runs."""
         self._stream: StepStream | None = None
-        self._stepped = self._left = False
-        self._original = optimizer.step
-        self._before = vars(optimizer).get("step")  # torch's schedulers replace the method, too
-
-        @wraps(optimizer.step)
-        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return self._original(*args, **kwargs) if self._left else self._run(args, kwargs)
-
-        # A method, because a scheduler that is created later takes its function.
-        self._replacement = MethodType(step, optimizer)
-        vars(optimizer)["step"] = self._replacement
-
-    def undo(self) -> None:
-        """Let the optimizer step as before."""
-        self._left, attributes = True, vars(self.optimizer)
-        if attributes.get("step") is self._replacement:
-            del attributes["step"]
-            if self._before is not None:
-                attributes["step"] = self._before
+        self._stepped = False
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Step, on the shared numbers if other ranks hold the same values."""

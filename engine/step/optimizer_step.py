@@ -15,7 +15,7 @@ from engine.step.early_gradients import EarlyGradients
 from engine.step.gradient_sync import GradientSync
 from engine.step.scaler import Scaler
 from engine.step.skipped_steps import SkippedSteps
-from engine.step.verdicts import Guard, Then, Verdicts
+from engine.step.verdicts import Guard, NonFiniteStep, Then, Verdicts
 from engine.step.window import Window
 from engine.utils import accelerator
 from engine.utils.parameters import parameters_of
@@ -55,6 +55,11 @@ class Stepper:
     def pending(self) -> int:
         """The number of steps whose verdict is not known yet."""
         return 0 if self.verdicts is None else len(self.verdicts.pending)
+
+    @property
+    def failure(self) -> NonFiniteStep | None:
+        """The step with gradients that are not finite which ended the training; ``None``: there is none."""
+        return None if self.verdicts is None else self.verdicts.failure
 
     @property
     def skipped(self) -> bool:
@@ -105,6 +110,7 @@ class Stepper:
         *,
         max_norm: float | None = None,
         max_value: float | None = None,
+        max_parameter_norm: float | None = None,
         then: Then | None = None,
     ) -> None:
         """Divide by the window's weight, clip, check and apply the gradients of ``optimizers``.
@@ -113,6 +119,7 @@ class Stepper:
             optimizers: the optimizers to step together on one loss; all of them step or none.
             max_norm: clip the global 2-norm of all their gradients to this.
             max_value: clip each element to [-max_value, max_value].
+            max_parameter_norm: clip the 2-norm of each gradient to this.
             then: a function to call with whether the step was applied, as soon as that is known.
         """
         verdicts = self.verdicts
@@ -122,7 +129,13 @@ class Stepper:
             self.call_before()
         weights = self.window.weights
         divisor = weights.close(weights.state) if weights.reach is None else self.early.divisor_of(optimizers)
-        if verdicts is None and max_norm is None and max_value is None and divisor is None:
+        if (
+            verdicts is None
+            and divisor is None
+            and max_norm is None
+            and max_value is None
+            and max_parameter_norm is None
+        ):
             for optimizer in optimizers:
                 optimizer.step()
             for state in weights.states:
@@ -130,7 +143,7 @@ class Stepper:
             if then is not None:
                 then(True)
             return
-        nonfinite = self._finish(optimizers, divisor, max_norm, max_value)
+        nonfinite = self._finish(optimizers, divisor, max_norm, max_value, max_parameter_norm)
         if verdicts is not None:
             verdicts.apply(optimizers, self.norm, nonfinite, then)
             return
@@ -148,22 +161,28 @@ class Stepper:
         *,
         max_norm: float | None = None,
         max_value: float | None = None,
+        max_parameter_norm: float | None = None,
     ) -> None:
         """Divide, clip and check the gradients of ``optimizers`` together, ahead of their steps, which do not repeat it."""
-        nonfinite = self._finish(optimizers, self.early.divisor_of(optimizers), max_norm, max_value)
+        nonfinite = self._finish(optimizers, self.early.divisor_of(optimizers), max_norm, max_value, max_parameter_norm)
         for optimizer in optimizers:
             state = self.window.state_of(optimizer)
             state.ready[id(optimizer)], state.altered = nonfinite, True
 
     def finish_inside(
-        self, optimizers: Sequence[Optimizer], *, max_norm: float | None = None, max_value: float | None = None
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        max_parameter_norm: float | None = None,
     ) -> None:
         """Divide, clip and check the gradients within an optimizer's step, after an evaluation of its closure: the optimizer uses them at once.
 
         Raises:
             FloatingPointError: a gradient is not finite, because such a step cannot be skipped.
         """
-        nonfinite = self._finish(optimizers, self.early.divisor_of(optimizers), max_norm, max_value)
+        nonfinite = self._finish(optimizers, self.early.divisor_of(optimizers), max_norm, max_value, max_parameter_norm)
         self.call_before()
         for optimizer in optimizers:
             self.window.state_of(optimizer).cleared()
@@ -200,6 +219,7 @@ class Stepper:
         divisor: Tensor | float | None,
         max_norm: float | None,
         max_value: float | None,
+        max_parameter_norm: float | None,
     ) -> Tensor | None:
         """Run all passes over the gradients; return a flag (1.0: some gradient is not finite) if one is needed."""
         nonfinite: Tensor | None = None
@@ -209,7 +229,10 @@ class Stepper:
         grads = gradients.gradients(parameters_of(optimizers))
         parts = self.gradient_sync.local(grads)
         checks = self.on_nonfinite is not None and self.scaler is None and nonfinite is None
-        if max_norm is not None or checks or (self.verdicts is not None and self.verdicts.guard is not None):
+        if max_parameter_norm is not None:
+            self.norm = self.early.clip_each_norm(parameters_of(optimizers), max_parameter_norm, divisor)
+            divisor, nonfinite = None, (~self.norm.isfinite()).float() if checks else nonfinite
+        elif max_norm is not None or checks or (self.verdicts is not None and self.verdicts.guard is not None):
             norm = self.gradient_sync.norm(grads)
             if max_norm is not None:
                 self.norm, divisor = gradients.clip_norm(parts, norm, max_norm, divisor), None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,6 +18,38 @@ from torch.optim.lr_scheduler import LRScheduler
 from engine.step.schedules import Schedule
 from engine.utils.errors import nearest
 from engine.utils.parameters import parameters_of
+
+
+class ReplacedStep(ABC):
+    """An optimizer's ``step`` that does more than that of its class, until :meth:`undo`.
+
+    Schedulers replace the method, too: one that was created earlier is called by the original step, and a later one calls the replacement.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self._is_undone = optimizer, False
+        self._original = optimizer.step
+        self._attribute_before = vars(optimizer).get("step")
+
+        @wraps(optimizer.step)
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._original(*args, **kwargs) if self._is_undone else self._run(args, kwargs)
+
+        # A method, because a scheduler that is created later takes its function.
+        self._replacement = MethodType(step, optimizer)
+        vars(optimizer)["step"] = self._replacement
+
+    def undo(self) -> None:
+        """Let the optimizer step as before."""
+        self._is_undone, attributes = True, vars(self.optimizer)
+        if attributes.get("step") is self._replacement:
+            del attributes["step"]
+            if self._attribute_before is not None:
+                attributes["step"] = self._attribute_before
+
+    @abstractmethod
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Step; :attr:`_original` is the step of the class."""
 
 
 class Modes:
@@ -84,6 +119,8 @@ class OptimizerSet:
         """Switches the optimizers between training and evaluation weights."""
         self.step_schedules = [schedule for schedule in schedules if schedule.interval == "step"] if automatic else []
         """The schedules that advance with optimizer steps."""
+        self.counted_schedules = [schedule for schedule in schedules if schedule.is_counted] if automatic else []
+        """The schedules that follow the number of samples or tokens."""
 
 
 def counters(optimizer: Any) -> set[str]:
@@ -92,26 +129,33 @@ def counters(optimizer: Any) -> set[str]:
 
 
 def configured(
-    result: Any, automatic: bool = True, unknown_keys: list[str] | None = None
+    result: Any, automatic: bool = True, unknown_keys: list[str] | None = None, frozen: list[str] | None = None
 ) -> tuple[list[Optimizer], list[Schedule]]:
     """The optimizers and schedules in a result of ``configure_optimizers``, which may have any of Lightning's forms.
 
     Args:
         automatic: whether the run steps the schedulers, and not the module.
         unknown_keys: gets a message for each unknown key of a dict, which is left out; ``None``: such a key is an error.
+        frozen: gets a message for each optimizer whose parameters are all frozen; ``None``: such an optimizer is an error.
 
     Raises:
-        TypeError, ValueError: the result has another form, an optimizer has no parameters to train, or a scheduler belongs to an optimizer that is
-            not returned.
+        TypeError, ValueError: the result has another form, an optimizer has no parameters to train or divides its state by itself, or a scheduler
+            belongs to an optimizer that is not returned.
     """
     optimizers, schedules = _parse(result, unknown_keys)
     if len({id(o) for o in optimizers}) < len(optimizers):
         raise ValueError("configure_optimizers returned the same optimizer twice")
     for optimizer in optimizers:
-        if not any(p.requires_grad for p in parameters_of([optimizer])):
+        if hasattr(optimizer, "consolidate_state_dict"):
             raise ValueError(
-                f"{type(optimizer).__name__} has no parameters to train: it was given none, or only frozen ones (requires_grad=False)"
+                f"{type(optimizer).__name__} divides its state among the ranks by itself, so no checkpoint could have it: return the optimizer "
+                "inside it, and let a strategy that shards divide the states, such as Fit(strategy='fsdp')"
             )
+        if not any(p.requires_grad for p in parameters_of([optimizer])):
+            message = f"{type(optimizer).__name__} has no parameters to train: it was given none, or only frozen ones (requires_grad=False)"
+            if frozen is None or not parameters_of([optimizer]):
+                raise ValueError(message + ". A callback that unfreezes them later has the attribute unfreezes = True")
+            frozen.append(message)
     for schedule in schedules:
         _check_owner(schedule.scheduler, optimizers)
         if automatic:

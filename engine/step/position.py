@@ -61,7 +61,7 @@ def share_of(shares_here: tuple[Share, ...], index: int, guess: str, repeated: b
 
 
 class Position:
-    """Where a loop is in its accumulation window.
+    """The position of a loop in its accumulation window.
 
     Args:
         size: micro-batches in a full window.

@@ -107,7 +107,8 @@ class Reach:
         self.latest.closed = True
 
     def watched(self, always: bool) -> Traces | None:
-        """The traces before a backward pass, if it matters whom that reaches, or ``always``."""
+        """Return the gradients' traces before a backward pass; ``None`` if it does not matter which optimizers the pass reaches, and ``always`` is
+        false."""
         if always or self.released or any(state.altered for state in self._states) or self.has_counts():
             return self.traces()
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -34,6 +35,17 @@ class Guard(Protocol):
         """Called after a step was left out because of :meth:`check`, once that is known, on all ranks at the same step."""
 
 
+@dataclass(frozen=True)
+class NonFiniteStep:
+    """The error of a step whose gradients are not finite, in parts, between which a run puts its position."""
+
+    error: FloatingPointError
+    problem: str
+    consequence: str
+    at_once: bool
+    """Whether the step is still in progress; with a verdict that is known later, the next one has begun."""
+
+
 class Verdicts:
     """Decides which steps are applied.
 
@@ -63,6 +75,8 @@ class Verdicts:
         self._on_nonfinite, self._optimizers, self._skips = on_nonfinite, optimizers, skips
         self.guard: Guard | None = None
         """An additional judge of each step; see :meth:`guard_by`."""
+        self.failure: NonFiniteStep | None = None
+        """The error that :meth:`fail` has raised."""
         self.skipped = False
         """Whether the latest step with a known verdict was skipped."""
         self.pending: list[tuple[Tensor, Any, list[Then], Sequence[Optimizer]]] = []
@@ -133,7 +147,7 @@ class Verdicts:
             flags = host.reshape(-1).tolist()  # [was the step skipped, with a guard: did the guard skip it]
             applied, guarded = not flags[0], len(flags) > 1 and bool(flags[1])
             if not applied and not guarded and self._on_nonfinite == "raise" and self._scaler is None:
-                self.fail()
+                self.fail(at_once=False)
             self.decide(applied, optimizers, callbacks, guarded, at_once=False)
 
     def after(self, then: Then) -> None:
@@ -198,9 +212,13 @@ class Verdicts:
         names = gradients.where_nonfinite(named, self._gradient_sync.local)
         return f"; first in: {', '.join(names[:5])}" if names else ""
 
-    def fail(self) -> NoReturn:
-        """Raise the error of a step whose gradients are not finite."""
-        raise FloatingPointError(
-            f"a gradient is not finite (on_nonfinite='raise'){self._where_nonfinite()}; the parameters are those from before this step. "
-            "Lower the learning rate, set gradient_clip_val, look at the batch, or continue with on_nonfinite='skip'"
+    def fail(self, at_once: bool = True) -> NoReturn:
+        """Raise the error of a step whose gradients are not finite. ``at_once``: as in :meth:`decide`."""
+        problem = "a gradient is not finite (on_nonfinite='raise')"
+        consequence = (
+            f"{self._where_nonfinite()}; the parameters are those from before this step. Lower the learning rate, set gradient_clip_val, look at "
+            "the batch, or continue with on_nonfinite='skip'"
         )
+        error = FloatingPointError(f"{problem}{consequence}")
+        self.failure = NonFiniteStep(error, problem, consequence, at_once)
+        raise error

@@ -36,7 +36,7 @@ _RENAMED = "{}.speaks is called is_counted now: whether losses and logged values
 
 @dataclass(kw_only=True)
 class Strategy(GradientSync):
-    """How several processes train one model. Subclass it, override what differs, and pass an instance or register its name.
+    """The way in which several processes train one model. Subclass it, override what differs, and pass an instance or register its name.
 
     Implementations: :class:`Single`, :class:`engine.strategies.ddp.DDP`, :class:`engine.strategies.fsdp.FSDP`,
     :class:`engine.strategies.mesh_parallel.MeshParallel` and :class:`engine.strategies.deepspeed.strategy.DeepSpeed` override methods of this
@@ -78,6 +78,8 @@ class Strategy(GradientSync):
     same samples must augment them alike, so it follows ``data_group``."""
     parts_differ: bool = field(default=False, init=False, repr=False)
     """Whether ranks return tensors of different names in :meth:`model_parts` and :meth:`optimizer_parts`."""
+    optimizer_parts_differ: bool = field(default=False, init=False, repr=False)
+    """Whether ranks return states of different parameters in :meth:`optimizer_parts` alone, because they divide an optimizer's steps."""
     precision: Precision = field(default=Precision.parse("32-true"), init=False, repr=False)
     """Number formats; set by the engine before ``connect``."""
     transform: Callable[[nn.Module], None] = field(default=lambda model: None, init=False, repr=False)
@@ -391,7 +393,7 @@ def sum_over_ranks(group: Group, value: Tensor | float, is_counted: bool = True)
 
 
 def named_state(optimizer: Any, module: nn.Module) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with names instead of numbers for the parameters that ``module`` has."""
+    """Return ``optimizer.state_dict()`` with names instead of numbers for the parameters that ``module`` has."""
     state, names = optimizer.state_dict(), parameter_names(optimizer, module)
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
     return {

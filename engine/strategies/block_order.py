@@ -95,7 +95,8 @@ class Pass:
         """Whether steps were added to the order."""
 
     def reach(self, step: int) -> None:
-        """Make the steps before ``step``, which this rank makes now."""
+        """Gather or reduce, in the order of all ranks, the blocks that come before ``step`` and that this rank leaves out; this rank runs ``step``
+        next."""
         steps, at = self.order.steps, self._next
         if at == len(steps) or steps[at] != step:
             index = self._find(step)

@@ -15,10 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from engine.checkpoint.reader import Source
 from engine.config.settings import Settings
-from engine.strategies.base import Strategy, broadcast_from_rank_0, class_name, sum_over_ranks, trained_parameters
+from engine.optim import divides_work
+from engine.strategies.base import (
+    Strategy,
+    broadcast_from_rank_0,
+    class_name,
+    parameter_names,
+    sum_over_ranks,
+    trained_parameters,
+)
 from engine.strategies.ddp_replica import Replica
 from engine.strategies.unreduced_gradients import GradientAverage, LaterPasses, PassCount, ReachedParameters
+from engine.strategies.whole_tensors import WholeSteps
 from engine.transforms.blocks import user_module
 from engine.utils import torch_private
 from engine.utils.errors import nearest
@@ -53,6 +63,7 @@ class DDP(Strategy):
     _reached: ReachedParameters = field(default_factory=ReachedParameters, init=False, repr=False)
     _average: GradientAverage = field(default_factory=GradientAverage, init=False, repr=False)
     _later_passes: LaterPasses = field(default_factory=LaterPasses, init=False, repr=False)
+    _whole_steps: WholeSteps = field(default_factory=WholeSteps, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.comm_hook is not None and self.comm_hook not in HOOKS:
@@ -135,6 +146,18 @@ class DDP(Strategy):
     def repoint(self, optimizer: Optimizer) -> None:
         if not any(optimizer is prepared for prepared in self._optimizers):
             self._optimizers.append(optimizer)
+        if divides_work(optimizer) and self.group.world_size > 1 and self._whole_steps.step_of(optimizer) is None:
+            self._whole_steps.add(optimizer, self.group, {"dp_replicate": self.group.world_size}, self.window)
+            self.optimizer_parts_differ = True
+
+    def optimizer_parts(self, optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+        self._whole_steps.settle_owners(optimizer)
+        return super().optimizer_parts(optimizer, module)
+
+    def load_optimizer(self, optimizer: Optimizer, module: nn.Module, state: dict[str, Any], source: Source) -> None:
+        self._whole_steps.settle_owners(optimizer)
+        own_part = self._whole_steps.own_part(optimizer, state, parameter_names(optimizer, module))
+        super().load_optimizer(optimizer, module, own_part, source)
 
     def release(self) -> None:
         for watch in self._watches:
@@ -144,6 +167,7 @@ class DDP(Strategy):
         self._reached.forget()
         self._average.forget()
         self._later_passes.parameters.clear()
+        self._whole_steps.leave()
         self.unreduced = False
         self.window.position.reduced_passes = math.inf
 

@@ -66,7 +66,7 @@ def is_uneven(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def full_state(group: Group, tree: Any, keep: bool) -> Any:
-    """``tree`` with full tensors on the CPU. Every rank calls this; ranks without ``keep`` get ``{}``. Tensors are gathered one by one.
+    """Return ``tree`` with full tensors on the CPU. Every rank calls this; ranks without ``keep`` get ``{}``. Tensors are gathered one by one.
 
     A tensor that occurs several times in ``tree`` is gathered once, and stays shared.
     """

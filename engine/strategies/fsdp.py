@@ -22,6 +22,7 @@ from engine.checkpoint.tensor_files import Stored
 from engine.config.settings import Settings
 from engine.distributed.collectives import all_reduce, gather_json
 from engine.distributed.group import Group
+from engine.optim import treatment
 from engine.step.gradient_sync import StepStream
 from engine.step.optimizers import is_of_torch
 from engine.strategies import deferred_init, dtensors, shard_errors, sharded_norms, sharded_states
@@ -37,6 +38,7 @@ from engine.strategies.mesh import degrees, make_mesh
 from engine.strategies.model_structure import ShardedStructure
 from engine.strategies.parameter_replacements import ParameterReplacements
 from engine.strategies.tensor_class_states import SHARDED
+from engine.strategies.whole_tensors import WholeSteps
 from engine.transforms import blocks, float8
 from engine.utils import accelerator, torch_private
 from engine.utils.log import warn_once
@@ -89,6 +91,7 @@ class FSDP(Strategy):
     _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
     _structures: list[ShardedStructure] = field(default_factory=list, init=False, repr=False)
     _watches: list[RemovableHandle] = field(default_factory=list, init=False, repr=False)
+    _whole_steps: WholeSteps = field(default_factory=WholeSteps, init=False, repr=False)
 
     def __post_init__(self) -> None:
         who, min_size = type(self).__name__, self.min_size
@@ -177,6 +180,7 @@ class FSDP(Strategy):
 
     def release(self) -> None:
         self._structures.clear()
+        self._whole_steps.leave()
         while self._watches:
             self._watches.pop().remove()
 
@@ -276,6 +280,7 @@ class FSDP(Strategy):
         return self.mesh()["dp_shard"] if self._sizes["dp_replicate"] == 1 else self.mesh()["dp_replicate", "dp_shard"]
 
     def repoint(self, optimizer: Optimizer) -> None:
+        is_lent = self._lend_whole_tensors(optimizer)
         for group in optimizer.param_groups:
             parameters = group["params"]
             for i, old in enumerate(parameters):
@@ -284,13 +289,34 @@ class FSDP(Strategy):
                     parameters[i] = new
                     if old in optimizer.state:
                         state = optimizer.state.pop(old)
-                        optimizer.state[new] = {key: dtensors.shard_like(value, new) for key, value in state.items()}
+                        if not is_lent:
+                            state = {key: dtensors.shard_like(value, new) for key, value in state.items()}
+                        optimizer.state[new] = state
+            if is_lent:
+                continue
             shard_errors.check_optimizer(optimizer, parameters)
             if type(optimizer).__module__.startswith("torchao.optim") and any(
                 dtensors.is_dtensor(p) for p in parameters
             ):
                 warn_once(f"{type(optimizer).__name__}: a checkpoint of this training will be an error: {SHARDED}")
-        self._switch_off_lists(optimizer)
+        if not is_lent:
+            self._switch_off_lists(optimizer)
+
+    def _lend_whole_tensors(self, optimizer: Optimizer) -> bool:
+        """Lend whole tensors to the optimizer's steps if it needs them. Return whether it does.
+
+        This is the first that happens to an optimizer: what replaces its step later, such as a shared stream of random numbers, runs once a step.
+        """
+        if self.group.world_size == 1 or treatment(optimizer) is None:
+            return False
+        if self._whole_steps.step_of(optimizer) is None:
+            self._whole_steps.add(optimizer, *self._holders_of_stage(), self.window)
+        self.optimizer_parts_differ = True
+        return True
+
+    def _holders_of_stage(self) -> tuple[Group, dict[str, int]]:
+        """The ranks that have the same part of the model's depth, and the axes of their mesh."""
+        return self.group, dict(self._sizes)
 
     def _switch_off_lists(self, optimizer: Optimizer) -> None:
         """Switch ``foreach`` and ``fused`` off where a group has sharded and whole parameters: torch's kernels for lists take no mix of both."""
@@ -373,6 +399,17 @@ class FSDP(Strategy):
         totals = sharded_norms.norms(self.group, groups, norm_type, self._holders, device)
         return dict(zip(names, totals.unbind(), strict=True))
 
+    def norm_of_each(self, grads: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        if self.group.world_size == 1:
+            return super().norm_of_each(grads)
+        device = torch.device("cpu") if self.cpu_offload else self.group.device
+        first, count, ranks = self._place_of(len(grads))
+        return sharded_norms.norm_of_each(self.group, grads, first, count, self._holders, ranks, device)
+
+    def _place_of(self, number: int) -> tuple[int, int, int]:
+        """Where this rank's ``number`` gradients are among those of all ranks, how many there are of these, and how many ranks have the same."""
+        return 0, number, self.group.world_size
+
     def _holders(self, grad: Tensor) -> int:
         """The number of ranks that have a shard or a copy of this gradient."""
         return self.group.world_size
@@ -412,20 +449,29 @@ class FSDP(Strategy):
     # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
     def part_like(self, stored: Stored, parameter: Tensor) -> Tensor:
-        if dtensors.is_dtensor(parameter) and stored.shape == parameter.shape:
+        if (
+            dtensors.is_dtensor(parameter)
+            and stored.shape == parameter.shape
+            and not self._whole_steps.lends(parameter)
+        ):
             return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
         return super().part_like(stored, parameter)
 
     def optimizer_parts(self, optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
         own_state(module)
+        self._whole_steps.settle_owners(optimizer)
         if self.group.world_size > 1 and not is_of_torch(optimizer):
-            sharded_states.check(self.group, optimizer, parameter_names(optimizer, module))
+            lent = self._whole_steps.lent_by(optimizer)
+            sharded_states.check(self.group, optimizer, parameter_names(optimizer, module), lent)
         return super().optimizer_parts(optimizer, module)
 
     def load_optimizer(self, optimizer: Optimizer, module: nn.Module, state: dict[str, Any], source: Source) -> None:
         own_state(module)
+        self._whole_steps.settle_owners(optimizer)
+        state = self._whole_steps.own_part(optimizer, state, parameter_names(optimizer, module))
         super().load_optimizer(optimizer, module, state, source)
-        self._switch_off_lists(optimizer)  # a run of another strategy may have saved them switched on
+        if self._whole_steps.step_of(optimizer) is None:
+            self._switch_off_lists(optimizer)  # a run of another strategy may have saved them switched on
 
     def model_state(self, module: nn.Module) -> dict[str, Any]:
         return self._full_state(own_state(module))

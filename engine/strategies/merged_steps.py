@@ -122,7 +122,7 @@ class Place:
             yield ~place.number
 
     def all(self) -> Iterator[Place]:
-        """This place, and all within it."""
+        """Yield this place, and all places within it."""
         yield self
         for place in self.inner:
             yield from place.all()

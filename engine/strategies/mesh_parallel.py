@@ -209,6 +209,12 @@ class MeshParallel(FSDP):
             self._losses.__exit__(None, None, None)
             self._losses = None
 
+    def _place_of(self, number: int) -> tuple[int, int, int]:
+        if self._stages is None:
+            return super()._place_of(number)
+        ranks, counts = self.group.world_size // self._sizes["pp"], self._stages.counts
+        return sum(counts[: self.group.rank // ranks]), sum(counts), ranks
+
     def _holders(self, grad: Tensor) -> int:
         copies = 1 if self._stages is None else next((count for p, _, count in self._stages.tied if p.grad is grad), 1)
         return self.group.world_size // self._sizes["pp"] * copies
@@ -262,6 +268,14 @@ class MeshParallel(FSDP):
             structure.check()
         return self._stages.train(step, root, batch, last)
 
+    def _holders_of_stage(self) -> tuple[Group, dict[str, int]]:
+        axes = {name: size for name, size in self._sizes.items() if name != "pp"}
+        pp, count = self._sizes["pp"], self.group.world_size
+        if pp == 1:
+            return self.group, axes
+        ranks = list(range(count))
+        return self.group.part([ranks[begin : begin + count // pp] for begin in range(0, count, count // pp)]), axes
+
     def repoint(self, optimizer: Optimizer) -> None:
         super().repoint(optimizer)
         if self._stages is not None:
@@ -298,10 +312,10 @@ class MeshParallel(FSDP):
 
 
 def tensor_parallel_only() -> MeshParallel:
-    """``strategy="tp"``: all ranks on the axis ``tp``."""
+    """Create the strategy that ``strategy="tp"`` means: all ranks on the axis ``tp``."""
     return MeshParallel(tp=-1, dp_shard=1)
 
 
 def pipeline_parallel_only() -> MeshParallel:
-    """``strategy="pp"``: all ranks on the axis ``pp``."""
+    """Create the strategy that ``strategy="pp"`` means: all ranks on the axis ``pp``."""
     return MeshParallel(pp=-1, dp_shard=1)

@@ -167,7 +167,7 @@ def _nothing() -> None:
 
 
 def _owned(model: nn.Module) -> list[tuple[str, tuple[nn.Module, nn.Parameter]]]:
-    """``(name, (module, parameter))`` for all parameters; a shared one occurs under each of its names."""
+    """Return ``(name, (module, parameter))`` for all parameters; a shared one occurs under each of its names."""
     return [
         (f"{prefix}.{name}" if prefix else name, (module, parameter))
         for prefix, module in model.named_modules(remove_duplicate=False)

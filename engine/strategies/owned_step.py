@@ -62,6 +62,11 @@ class OwnedGradients(EarlyGradients):
         self.strategy.clip_at_step(parameters, max_norm, norm_type)
         return None
 
+    def clip_readable_norms(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
+        raise ValueError(
+            f"clip_grad_norm_per_parameter_ under {type(self.strategy).__name__}, which clips the global norm only: use clip_grad_norm_"
+        )
+
     def clip_values(self, parameters: Sequence[Tensor], limit: float) -> None:
         raise ValueError(
             f"clip_grad_value_ under {type(self.strategy).__name__}, which clips by norm only: use clip_grad_norm_"
@@ -95,11 +100,16 @@ class OwnedStepper(Stepper):
         *,
         max_norm: float | None = None,
         max_value: float | None = None,
+        max_parameter_norm: float | None = None,
         then: Then | None = None,
     ) -> None:
         """Clip, check and apply the gradients by the strategy's own step; see :meth:`Stepper.step`."""
         verdicts = self.verdicts
         assert verdicts is not None
+        if max_parameter_norm is not None:
+            raise ValueError(
+                f"{type(self.strategy).__name__} clips the global norm only, not that of each parameter (norm_per_parameter)"
+            )
         self.call_before()
         divisor = self.window.weights.close(self.window.state_of(optimizers[0]))
         self.norm, applied = self.strategy.step(optimizers, divisor, max_norm, max_value, self.on_nonfinite is not None)

@@ -27,6 +27,8 @@ class StageParameters:
         self.pipeline, self.replacements = pipeline, replacements
         self.tied: list[tuple[Tensor, Any, int]] = []
         """Parameters of this rank that stages on several ranks share, each with the process group of those ranks, and their number."""
+        self.counts: list[int] = []
+        """How many parameters each rank of the pipeline has; one that several share counts for each."""
         self._summed: dict[int, tuple[Any, int]] = {}
         """By index in ``tied``: the gradient that is already summed over the ranks, and its version."""
         self._groups: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -51,6 +53,7 @@ class StageParameters:
                 raise ValueError(
                     f"pipeline parallel: {name!r} is in no stage, and would not be trained: add its module, or freeze it"
                 )
+        self.counts = [sum(rank in ranks for ranks in owners.values()) for rank in range(pipeline.size)]
         for parameter, ranks in owners.items():
             if len(ranks) > 1:
                 tied_group = _column(group, pipeline.size, sorted(ranks))

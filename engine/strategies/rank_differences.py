@@ -30,7 +30,8 @@ MAX_FALSE_ALARMS = 3
 
 
 def compare_forms(group: Group, strategy: Strategy, model: nn.Module) -> None:
-    """Compare names, dtypes and shapes of a model's parameters over the ranks, and which are trained, by one small collective.
+    """Compare names, dtypes and shapes of a model's parameters over the ranks, which are trained, and the settings of torch's own layers (the
+    probability of a ``Dropout``, say), by one small collective.
 
     Under a pipeline, where ranks may have parts, nothing is compared.
 
@@ -39,10 +40,16 @@ def compare_forms(group: Group, strategy: Strategy, model: nn.Module) -> None:
     """
     if group.world_size == 1 or strategy.pipelined:
         return
-    left_out = _left_out_by_ddp(user_module(model))
-    forms = {name: _form(strategy, p) for name, p in user_module(model).named_parameters() if name not in left_out}
+    module = user_module(model)
+    left_out = _left_out_by_ddp(module)
+    forms = {name: _form(strategy, p) for name, p in module.named_parameters() if name not in left_out}
+    layers = {
+        f"layer {name or 'itself'}": f"{type(layer).__name__}({layer.extra_repr()})"
+        for name, layer in module.named_modules()
+        if type(layer).__module__.startswith("torch.nn.modules.")
+    }
     advice = "All ranks must build the same modules, and freeze the same parameters (requires_grad) before the model is prepared"
-    check_alike(group, "parameters of the model", forms, advice)
+    check_alike(group, "parameters or layers of the model", forms | layers, advice)
 
 
 def _form(strategy: Strategy, parameter: Tensor) -> str:

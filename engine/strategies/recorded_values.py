@@ -199,7 +199,7 @@ def active() -> Recording | None:
 
 
 class Recording(DispatchMode):
-    """Inside the block, operations on parameters without memory are recorded, and so is where their values come from."""
+    """A context manager that records operations on parameters without memory, and the sources of their values."""
 
     def __init__(self) -> None:
         super().__init__()

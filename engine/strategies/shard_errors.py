@@ -14,13 +14,9 @@ from engine.utils import torch_private
 from engine.utils.parameters import of_classes
 from engine.utils.tree import leaves
 
-_WHOLE_MATRICES = {
-    "Adafactor": "it treats a parameter as a whole matrix",
-    "Rprop": "it selects elements in place, which torch does not do on shards",
-    "SparseAdam": "it needs sparse gradients, and sharded ones are dense",
-}
-"""Classes of ``torch.optim`` that cannot step sharded parameters, and why."""
-_INSTEAD = "use strategy='ddp', or an optimizer that treats each element by itself (AdamW, SGD and most others of torch.optim; Muon works, too)"
+_INSTEAD = (
+    "use strategy='ddp', or an optimizer that treats each element by itself (AdamW, SGD and most others of torch.optim)"
+)
 
 
 def check_optimizer(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
@@ -29,17 +25,10 @@ def check_optimizer(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
     Raises:
         ValueError: some are sharded, and it cannot; the message says why.
     """
-    cls = type(optimizer)
-    reason = next(
-        (
-            _WHOLE_MATRICES[c.__name__]
-            for c in cls.__mro__
-            if c.__module__.startswith("torch.optim") and c.__name__ in _WHOLE_MATRICES
-        ),
-        None,
-    )
-    if reason is not None and any(map(dtensors.is_dtensor, parameters)):
-        raise ValueError(f"{cls.__name__} cannot step sharded parameters: {reason}. To go on, {_INSTEAD}")
+    if isinstance(optimizer, torch.optim.SparseAdam) and any(map(dtensors.is_dtensor, parameters)):
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot step sharded parameters: it needs sparse gradients, and sharded ones are dense. To go on, {_INSTEAD}"
+        )
 
 
 def check_model(model: nn.Module) -> None:
@@ -113,7 +102,10 @@ def explanation(text: str, doing: str) -> str:
         or "sharding strategy registered" in text
     ):
         if doing.startswith("the step of"):
-            return f"{doing} does not work on sharded parameters (it treats them as whole matrices, or has tensors of its own): {_INSTEAD}"
+            return (
+                f"{doing} does not work on sharded parameters (it treats them as whole matrices, or has tensors of its own): return "
+                f"engine.optim.whole(optimizer), which lends it whole ones; or {_INSTEAD}"
+            )
         return (
             f"{doing} computes with a sharded parameter (a DTensor) outside of the module that owns it, beside plain tensors: call the module, do "
             "the computation in its forward, or use strategy='ddp'"

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.distributed.collectives import all_reduce
 from engine.distributed.group import Group
+from engine.step.gradients import squares_of
 from engine.strategies.dtensors import shard_count
 from engine.utils import accelerator
 
@@ -19,6 +20,41 @@ def norm(
 ) -> Tensor:
     """The norm of all ``tensors`` together, over all ranks; see :func:`norms` for the arguments. Shape ``()``."""
     return norms(group, [tensors], norm_type, holders, device)[0]
+
+
+@torch.no_grad()
+def norm_of_each(
+    group: Group,
+    grads: Sequence[Tensor | None],
+    first: int,
+    count: int,
+    holders: Callable[[Tensor], int],
+    ranks: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """The 2-norms of gradients over all ranks, and that of all together, by one collective. Shapes ``[len(grads)]`` and ``()``.
+
+    Args:
+        grads: this rank's gradients, ``None`` where there is none.
+        first, count: where they are among the gradients of all ranks, and how many there are of these: stages of a pipeline have different ones.
+        holders: gives how many ranks have a shard of a gradient, including copies and other stages that share its parameter.
+        ranks: how many of them call this with the gradient at the same place.
+        device: the device of the results.
+    """
+    parts = {i: g.to_local() if isinstance(g, DTensor) else g for i, g in enumerate(grads) if g is not None}
+    parts = {i: part for i, part in parts.items() if part.numel()}
+    squares = dict(zip(parts, squares_of(list(parts.values()), device), strict=True))
+    zero = torch.zeros((), dtype=accelerator.wide(device), device=device)
+    entries, total = [zero] * (count + 1), zero
+    for index, square in squares.items():
+        grad = grads[index]
+        assert grad is not None
+        shards = shard_count(grad)
+        entries[first + index] = square / (ranks / shards)
+        total = total + square / (holders(grad) / shards)
+    entries[-1] = total
+    norms_of_all: Tensor = all_reduce(group, torch.stack(entries)).sqrt()
+    return norms_of_all[first : first + len(grads)], norms_of_all[-1]
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from torch import Tensor
@@ -17,11 +17,12 @@ from engine.utils.checksums import checksum
 PLAIN = (bool, int, float, str)
 
 
-def check(group: Group, optimizer: Optimizer, names: Mapping[int, str | int]) -> None:
+def check(group: Group, optimizer: Optimizer, names: Mapping[int, str | int], lent: Set[int] = frozenset()) -> None:
     """Check that the states of sharded parameters are either sharded like them or equal on all ranks. A collective.
 
     Args:
         names: the name of each parameter, by its number in the optimizer.
+        lent: the ids of parameters whose states are whole, each on one rank.
 
     Raises:
         ValueError: one is neither, on all ranks; the message names it.
@@ -29,7 +30,7 @@ def check(group: Group, optimizer: Optimizer, names: Mapping[int, str | int]) ->
     problem, values = "", dict(_group_values(optimizer))
     parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
     for number, parameter in enumerate(parameters):
-        if not isinstance(parameter, DTensor) or shard_count(parameter) == 1:
+        if not isinstance(parameter, DTensor) or shard_count(parameter) == 1 or id(parameter) in lent:
             continue
         for path, value in _entries(optimizer.state.get(parameter, {})):
             where = f"{path!r} of {str(names[number])!r}"

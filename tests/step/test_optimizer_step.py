@@ -305,3 +305,34 @@ def test_a_finite_step_that_a_guard_leaves_out_is_no_error() -> None:
     bench.backward(INF)
     with pytest.raises(FloatingPointError, match="not finite"):
         bench.stepper.step([bench.optimizer])
+
+
+def test_each_parameter_is_clipped_by_its_own_norm() -> None:
+    """Gradients (3, 4) / 2, 0.3 and none: after the division by the count their norms are 2.5, 0.15 and 0, the limit is 0.5."""
+    bench = Bench(values=2)
+    small, absent = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    bench.optimizer.add_param_group({"params": [absent]})
+    bench.optimizer.add_param_group({"params": [small]})
+    total = (bench.p * torch.tensor([3.0, 4.0])).sum() + 0.3 * small.sum()
+    bench.window.position.accumulating = True
+    bench.window.begin(new_share(1, 2.0, 1.0, True))
+    root, divisor = bench.window.weights.weigh(Loss(total, 2.0), 2, False)
+    root.backward(bench.window.weights.seed(divisor, root))
+    bench.stepper.step([bench.optimizer], max_parameter_norm=0.5)
+    assert bench.p.tolist() == pytest.approx([-0.3, -0.4], rel=1e-5)
+    assert small.tolist() == pytest.approx([-0.15], rel=1e-5)
+    assert absent.tolist() == [0.0]
+    assert bench.stepper.norm is not None
+    assert float(bench.stepper.norm) == pytest.approx((2.5**2 + 0.15**2) ** 0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_that_is_clipped_by_parameter_is_skipped_if_a_gradient_is_not_finite(scaled: bool) -> None:
+    bench = Bench(values=2, scaled=scaled, on_nonfinite=None if scaled else "skip")
+    applied: list[bool] = []
+    for gradient in (INF, 3.0):
+        bench.backward(gradient, 0.0)
+        bench.stepper.step([bench.optimizer], max_parameter_norm=0.5, then=applied.append)
+        bench.optimizer.zero_grad()
+    assert applied == [False, True]
+    assert bench.p.tolist() == pytest.approx([-0.5, 0.0], rel=1e-5)

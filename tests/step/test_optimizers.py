@@ -221,7 +221,7 @@ def test_parameters_that_were_replaced_are_an_error_and_not_left_untrained(tmp_p
         def on_train_epoch_end(self) -> None:
             self.load_state_dict({name: value.clone() for name, value in self.state_dict().items()}, assign=True)
 
-    with pytest.raises(ValueError, match=r"replaced after their optimizer was created, .* train nothing: w\. "):
+    with pytest.raises(ValueError, match=r"replaced after their optimizer was created: w\. .* train nothing"):
         fit(tmp_path, max_epochs=2).run(Module(), ones(4))
 
 
@@ -234,3 +234,17 @@ def test_parameters_that_were_replaced_in_module_and_optimizer_train(tmp_path: P
     module = Module()
     fit(tmp_path, max_epochs=2).run(module, ones(4))
     assert module.w.item() == 7.0  # of the second epoch's end
+
+
+def test_an_optimizer_that_divides_its_state_by_itself_is_an_error(tmp_path: Path) -> None:
+    class Dividing(torch.optim.SGD):
+        def consolidate_state_dict(self, to: int = 0) -> None: ...
+
+    class Divided(Weight):
+        def configure_optimizers(self) -> Any:
+            return Dividing(self.parameters(), lr=1.0)
+
+    module = Divided()
+    with pytest.raises(ValueError, match=r"Dividing divides its state among the ranks by itself.*strategy='fsdp'"):
+        fit(tmp_path).run(module, ones(1))
+    assert not module.losses

@@ -729,7 +729,6 @@ def rank_unshardable() -> Any:
     with pytest.raises(RuntimeError) as in_fit:
         fit(Each(), [data(4)] * 2)
     return {
-        "adafactor": run(Net(), torch.optim.Adafactor),
         "sparse": run(nn.Sequential(nn.Linear(8, 8), nn.Embedding(4, 4, sparse=True))),
         "mixed": run(Net(), lambda parameters, lr: Mixed(parameters, {"lr": lr})),
         "quantized": run(quantized),
@@ -795,7 +794,6 @@ def test_states_that_are_equal_on_all_ranks_are_resumed(found: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("adafactor", "Adafactor cannot step sharded parameters: it treats a parameter as a whole matrix"),
         ("sparse", "1 has sparse gradients (sparse=True), which cannot be reduced to shards: set sparse=False"),
         ("mixed", "the step of Mixed does not work on sharded parameters"),
         ("quantized", "head.weight (Int8Params): weights in 8 bits of these classes cannot be sharded"),

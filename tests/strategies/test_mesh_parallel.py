@@ -400,6 +400,66 @@ def rank_refused() -> Any:
     return found
 
 
+EACH_NORM = 0.05
+
+
+def by_parameter(model: nn.Module, part: slice) -> Callable[[], Any]:
+    """The loss of some rows."""
+    return lambda: F.cross_entropy(model(data()[0][part]), data()[1][part])
+
+
+def rank_clipped_by_parameter() -> Any:
+    """The parameters after two steps that are clipped by parameter, on this rank, with the global norms, and the collectives of a step."""
+    values = {}
+    for name, strategy in {
+        "ddp": "ddp",
+        "fsdp": "fsdp",
+        "tp": MeshParallel(tp=2, dp_shard=1),
+        "pp": MeshParallel(pp=2, dp_shard=1),
+    }.items():
+        engine = Engine(accelerator="cpu", strategy=strategy)
+        module = Net()
+        model, optimizer = engine.prepare(module, torch.optim.SGD(module.parameters(), lr=0.5))
+        own = slice(12 * engine.process_index, 12 * engine.process_index + 12) if name in ("ddp", "fsdp") else slice(24)
+        norms, calls, all_reduce = [], [], dist.all_reduce
+        for _ in range(2):
+            if name == "pp":
+                engine.forward_backward(
+                    lambda part, size, model=model: F.cross_entropy(model(part[0]), part[1]), data()
+                )
+            else:
+                engine.backward(by_parameter(model, own)())
+            calls.append(0)
+
+            def counted(*args: Any, calls: list[int] = calls, all_reduce: Any = all_reduce, **kwargs: Any) -> Any:
+                calls[-1] += 1
+                return all_reduce(*args, **kwargs)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dist, "all_reduce", counted)
+                engine.step([optimizer], max_parameter_norm=EACH_NORM)
+            norms.append(float(engine.grad_norm))  # type: ignore[arg-type]
+            optimizer.zero_grad()
+        weights = {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).flatten().tolist()
+            for name, p in module.named_parameters()
+            if not p.is_meta
+        }
+        values[name] = [weights, norms, calls[-1]]  # all ranks compare hyperparameters once, before the first step
+    return values
+
+
+def rank_graph() -> Any:
+    """The errors of backward passes that create a graph."""
+    errors = []
+    for strategy in ("ddp", MeshParallel(tp=2, dp_shard=1)):
+        engine = Engine(accelerator="cpu", strategy=strategy)
+        model = engine.prepare(Net())
+        loss = by_parameter(model, slice(24))()
+        errors.append(message(partial(engine.backward, loss, create_graph=True)))
+    return errors
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     return ranks_of_file(__file__, 2, timeout=300)
@@ -596,3 +656,37 @@ def test_styles_by_name_and_object() -> None:
     assert [(name, type(style).__name__) for name, _, style in found][:3] == [
         ("up", "ColwiseParallel"), ("down", "RowwiseParallel"), ("head", "RowwiseParallel"),
     ]  # fmt: skip
+
+
+def test_clipping_by_parameter_is_that_of_one_process_by_one_collective(found: Any) -> None:
+    model = Net()
+    norms = []
+    for _ in range(2):
+        model.zero_grad()
+        by_parameter(model, slice(24))().backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        norms.append(float(nn.utils.get_total_norm(grads)))
+        with torch.no_grad():
+            for p in model.parameters():
+                assert p.grad is not None
+                p -= 0.5 * p.grad * torch.clamp(EACH_NORM / (p.grad.norm() + 1e-6), max=1.0)
+    expected = dict(model.named_parameters())
+    for rank in found["clipped_by_parameter"]:
+        for strategy, (weights, global_norms, collectives) in rank.items():
+            assert global_norms == pytest.approx(norms, rel=1e-6), strategy
+            assert collectives <= (0 if strategy == "ddp" else 1), strategy
+            for name, values in weights.items():
+                torch.testing.assert_close(
+                    torch.tensor(values), expected[name].detach().flatten(), rtol=1e-6, atol=1e-7
+                )
+    names = [set(rank["pp"][0]) for rank in found["clipped_by_parameter"]]
+    assert names[0] | names[1] == set(expected)
+    assert not names[0] & names[1]
+
+
+def test_gradients_that_ranks_reduce_have_no_graph(found: Any) -> None:
+    for errors in found["graph"]:
+        assert errors[0].startswith(
+            "backward(create_graph=True): DDP reduces gradients over 2 ranks outside of their graph"
+        )
+        assert errors[1].startswith("backward(create_graph=True): MeshParallel reduces gradients over 2 ranks outside")

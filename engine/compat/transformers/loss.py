@@ -24,18 +24,37 @@ _OF_SAMPLES = (loss_utils.ForQuestionAnsweringLoss,)
 Count = Callable[[Mapping[str, Any]], Tensor | float]
 
 
+class ReplacedFunction:
+    """A loss function that computes in another way what one of transformers' computes from the same arguments.
+
+    Args:
+        function: the original.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.function(*args, **kwargs)
+
+
 class CountedFunction:
     """Wraps a loss function of transformers and records how many labels each loss is a mean over; without labels the loss is 0, not NaN."""
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self.function, self._signature = function, inspect.signature(function)
+    def __init__(self, function: Callable[..., Tensor] | ReplacedFunction) -> None:
+        self.function = function.function if isinstance(function, ReplacedFunction) else function
+        self._computes, self._signature = function, inspect.signature(self.function)
         self.counts: deque[Tensor | None] = deque(maxlen=2)
         """The label counts of the latest calls, until :class:`CountedLoss` takes them; ``None`` for a mean over samples."""
+
+    def replace(self, function: ReplacedFunction) -> None:
+        """Let ``function`` compute the loss from now on, in place of the function that it stands for."""
+        self._computes = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.function in _OF_SAMPLES:
             self.counts.append(None)
-            return self.function(*args, **kwargs)
+            return self._computes(*args, **kwargs)
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = {**bound.arguments, **bound.arguments.get("kwargs", {})}
@@ -45,7 +64,7 @@ class CountedFunction:
             target = bound.arguments if "num_items_in_batch" in bound.arguments else bound.arguments["kwargs"]
             target["num_items_in_batch"] = nonzero(count)
         self.counts.append(count)
-        return self.function(*bound.args, **bound.kwargs)
+        return self._computes(*bound.args, **bound.kwargs)
 
     def _labels(self, arguments: Mapping[str, Any]) -> Tensor | None:
         """The labels that the loss is a mean over; ``None`` if it is a mean over samples."""
@@ -136,10 +155,10 @@ def base_of(model: nn.Module) -> Any:
 
 def _counted(base: Any) -> CountedFunction | None:
     """Wrap the model's loss function to count labels; ``None`` if it is not one of transformers' functions."""
-    function = getattr(base, "loss_function", None)
+    function: Any = getattr(base, "loss_function", None)
     if isinstance(function, CountedFunction):
         return function
-    if function not in (*_COUNTED, *_OF_SAMPLES):
+    if (function.function if isinstance(function, ReplacedFunction) else function) not in (*_COUNTED, *_OF_SAMPLES):
         return None
     base.loss_function = CountedFunction(function)
     counted: CountedFunction = base.loss_function

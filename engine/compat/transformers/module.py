@@ -209,7 +209,9 @@ class HFModule(TrainModule):
             )
         # The cache of keys and values is useful only in generation.
         cached = getattr(base_of(self.model).config, "use_cache", None) is not None
-        return {**({"use_cache": False} if cached else {}), **batch}
+        # transformers keeps the documents of packed rows apart by position_ids, and many models refuse names that they do not know.
+        arguments = {name: value for name, value in batch.items() if name != "document_ids"}
+        return {**({"use_cache": False} if cached else {}), **arguments}
 
     def _evaluate(self, stage: str, batch: Any) -> None:
         loss = self.loss(self(**self.inputs(batch)), batch)

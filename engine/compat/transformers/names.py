@@ -215,7 +215,7 @@ _PREFIXES = {
 
 
 def training_argument(name: str) -> str | None:
-    """Say where a field of ``TrainingArguments`` goes; an empty string if it has no effect here, ``None`` if there is no such field."""
+    """Say where a field of ``TrainingArguments`` goes. A field without an effect here gets an empty string, an unknown field ``None``."""
     if name in _CONVERTED:
         return _CONVERTED[name]
     if name in ARGUMENTS:

@@ -281,9 +281,12 @@ def window(
     """
     global_batch, accumulation = settings.get("global_batch_size"), settings.get("accumulate_grad_batches")
     if global_batch is not None and global_batch.value is not None:
-        return (
-            RequiredValue(global_batch.value // (size * world_size), global_batch.by) if isinstance(size, int) else None
-        )
+        samples = global_batch.value.get(0) if isinstance(global_batch.value, dict) else global_batch.value
+        if not isinstance(size, int) or not isinstance(
+            samples, int
+        ):  # of a size in tokens the loader knows the samples
+            return None
+        return RequiredValue(samples // (size * world_size), global_batch.by)
     if accumulation is None:
         return RequiredValue(default, f"Engine(accumulate_grad_batches={default})")
     return (
@@ -430,10 +433,11 @@ def check_precision(name: str, stage: int, device: str) -> None:
 
 
 def check_clipping(settings: Settings, origins: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` for clipping by value, which DeepSpeed does not support."""
-    if settings.gradient_clip_val is not None and settings.gradient_clip_algorithm == "value":
+    """Raise ``ValueError`` for clipping by value or by parameter, which DeepSpeed does not support."""
+    algorithm = settings.gradient_clip_algorithm
+    if settings.gradient_clip_val is not None and algorithm != "norm":
         raise ValueError(
-            f"gradient_clip_algorithm='value' ({origins.get('gradient_clip_algorithm', 'code')}) under DeepSpeed, which clips by norm only: "
+            f"gradient_clip_algorithm={algorithm!r} ({origins.get('gradient_clip_algorithm', 'code')}) under DeepSpeed, which clips by norm only: "
             "use 'norm', or strategy='fsdp'"
         )
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from engine.distributed import process_groups
 from engine.distributed.group import Group
+from engine.optim import is_known
 from engine.step import gradients
 from engine.step.optimizers import Modes
 from engine.strategies.base import class_name
@@ -49,6 +50,11 @@ def check_optimizer(optimizer: Optimizer, stage: int, trusted: bool) -> None:
             raise ValueError(
                 f"{name} has a parameter group without trained parameters, which ZeRO cannot flatten: leave the group out"
             )
+    if is_known(optimizer) and name not in ELEMENTWISE:
+        raise ValueError(
+            f"{name} under ZeRO stage {stage}: it needs whole tensors, and DeepSpeed steps flat shards of the parameters. Use strategy='fsdp', which "
+            "lends it whole ones, 'ddp', or stage=0"
+        )
     is_elementwise = (module.startswith("torch.optim") and name in ELEMENTWISE) or module.startswith("deepspeed.ops.")
     if not is_elementwise and not trusted:
         raise ValueError(

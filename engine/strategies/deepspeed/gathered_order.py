@@ -22,7 +22,7 @@ _Item = tuple[int, int]  # a step, and how often the pass has made it before
 
 
 class Order:
-    """The steps of one kind of pass, the same on all ranks."""
+    """The order in which one kind of pass (training, evaluation) gathers modules under ZeRO 3, the same on all ranks; a step is a module's number."""
 
     def __init__(self, steps: Sequence[int]) -> None:
         self.steps = list(steps)
@@ -78,7 +78,7 @@ def merged(runs: Sequence[Sequence[_Item]], guess: dict[_Item, int]) -> tuple[li
 
 
 class Pass:
-    """One pass in its :class:`Order`."""
+    """A pass that runs now: its place in the :class:`Order` of its kind."""
 
     def __init__(self, order: Order, kind: str) -> None:
         self.order, self.kind = order, kind

@@ -44,7 +44,7 @@ class Shards:
         return shard
 
     def numbered(self) -> Iterator[tuple[int, int, Any]]:
-        """For each trained parameter its number (as in torch's ``state_dict``), the index of its group, and the parameter."""
+        """Yield for each trained parameter its number (as in torch's ``state_dict``), the index of its group, and the parameter."""
         number = 0
         for index, group in enumerate(self.groups):
             for parameter in group:

@@ -571,6 +571,7 @@ def rank_contradictions() -> Any:
         "batch": run({"train_batch_size": 10}),
         "global": run({"train_batch_size": 32}, global_batch_size=8),
         "value": run({}, gradient_clip_val=0.5, gradient_clip_algorithm="value"),
+        "each norm": run({}, gradient_clip_val=0.5, gradient_clip_algorithm="norm_per_parameter"),
         "optimizer": run({"optimizer": ADAM}),
         "scheduler": run({"scheduler": WARMUP}),
         "no lr": run({"optimizer": ADAM}, type("NoLr", (Bare,), {"save_hyperparameters": lambda self: None})()),
@@ -651,6 +652,13 @@ def rank_refused() -> Any:
     return {
         "lbfgs": said(lambda: fit(With(lambda m: torch.optim.LBFGS(m.parameters())), batches, strategy=made(3))),
         "adagrad": said(lambda: fit(With(lambda m: torch.optim.Adagrad(m.parameters())), batches)),
+        "muon": said(
+            lambda: fit(
+                With(lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2])),
+                batches,
+                strategy=DeepSpeed(stage=1, config={"zero_allow_untested_optimizer": True}),
+            )
+        ),
         "sparse": said(
             lambda: fit(With(lambda m: torch.optim.SparseAdam(list(m.parameters()))), batches, strategy=made(3))
         ),
@@ -892,6 +900,7 @@ CONTRADICTIONS = {
     "gradient_accumulation_steps=1 * 2 rank(s) = 4",
     "global": "ValueError: train_batch_size=32 in DeepSpeed(config={...}) contradicts global_batch_size=8 (code)",
     "value": "ValueError: gradient_clip_algorithm='value' (code) under DeepSpeed, which clips by norm only",
+    "each norm": "ValueError: gradient_clip_algorithm='norm_per_parameter' (code) under DeepSpeed, which clips by norm only",
     "optimizer": "ValueError: SGD was given, and \"optimizer\" in DeepSpeed(config={...}) is 'AdamW': keep one of them",
     "scheduler": 'ValueError: "scheduler" in DeepSpeed(config={...}) needs "optimizer" there',
     "no lr": 'ValueError: DeepSpeed(config={...}): optimizer.params.lr="auto", and the module has no hparams.lr',
@@ -910,6 +919,7 @@ def test_contradictions_name_both(found: Any, name: str) -> None:
 REFUSED = {
     "lbfgs": "ValueError: LBFGS under ZeRO stage 3: DeepSpeed steps flat shards",
     "adagrad": "ValueError: Adagrad under ZeRO stage 2",
+    "muon": "ValueError: Muon under ZeRO stage 1: it needs whole tensors, and DeepSpeed steps flat shards of the parameters. Use strategy='fsdp'",
     "sparse": "ValueError: SparseAdam under ZeRO stage 3",
     "two": "ValueError: SGD is a second optimizer of With: DeepSpeed trains a model with one",
     "frozen": "ValueError: Adam has parameters of several models, or of none that was prepared",
