@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, IntEnum, StrEnum
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pkgutil import resolve_name
-from types import FunctionType, ModuleType
-from typing import Any
+from types import FunctionType, ModuleType, new_class
+from typing import Any, Protocol, runtime_checkable
 
 from engine.compat.peer_names import PeerName, PeerNames
 from engine.compat.refusals import StandInObject, refused_class, refused_function
+
+
+class SameModule(Loader):
+    """Imports a module under a second name as the same object, so that its classes exist only once. The ``origin`` of a spec is the first name."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(str(spec.origin))
+        spec.loader_state = module.__spec__  # exec_module restores it, after the import system has replaced it
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
 
 
 class Door(MetaPathFinder, Loader):
@@ -49,23 +62,20 @@ class Door(MetaPathFinder, Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        place = self._place(name)
-        return None if place is None else ModuleSpec(name, self, origin=place, is_package=True)
+        place = next(self.places(name), None)
+        if place is None:
+            return None
+        usual = self._module_name(place)
+        if usual != name:
+            return ModuleSpec(name, SameModule(), origin=usual, is_package=True)
+        return ModuleSpec(name, self, origin=place, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        usual = self._module_name(str(spec.origin))
-        if usual == spec.name:
-            return ModuleType(usual, f"Stand-ins for the names of this module of {self.names.package}.")
-        module = importlib.import_module(usual)
-        spec.loader_state = module.__spec__  # exec_module restores it, after the import system has replaced it
-        return module
+        return ModuleType(spec.name, f"Stand-ins for the names of this module of {self.names.package}.")
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
-        if module.__spec__.loader_state is None:
-            self.complete(module, str(module.__spec__.origin))
-        else:
-            module.__spec__ = module.__spec__.loader_state
+        self.complete(module, str(module.__spec__.origin))
 
     def complete(self, module: ModuleType, *places: str) -> None:
         """Let a module have the names of these modules of the other trainer, too, where it lacks them."""
@@ -74,13 +84,15 @@ class Door(MetaPathFinder, Loader):
             self._families.append(vars(module)["__getattr__"])
         vars(module)["__getattr__"] = partial(self.attribute, module.__name__, places)
 
-    def _place(self, name: str) -> str | None:
-        """The other trainer's module of this name in our package; ``None`` if there is none."""
-        if not name.startswith(f"{self.package}."):
-            return None
-        path = name.removeprefix(f"{self.package}.")
-        inner = path if path.startswith(f"{self.home}.") else f"{self.home}.{path}"
-        return next((place for place in (inner.removeprefix("."), path) if place in self.names.modules), None)
+    def places(self, name: str) -> Iterator[str]:
+        """Yield the other trainer's modules that the module ``name`` of our package stands for."""
+        if name != self.package and not name.startswith(f"{self.package}."):
+            return
+        path = name.removeprefix(self.package).removeprefix(".")
+        is_home = not self.home or path == self.home or path.startswith(f"{self.home}.")
+        inner = path if is_home else f"{self.home}.{path}".removesuffix(".")
+        outer = "" if path == self.home else path  # the package itself stands for both, under either of its names
+        yield from (place for place in dict.fromkeys((inner, outer)) if place in self.names.modules)
 
     def _module_name(self, place: str) -> str:
         path = place.removeprefix(f"{self.home}.") if self.home else place
@@ -137,15 +149,18 @@ class Door(MetaPathFinder, Loader):
                 return Any
             case "error":
                 return type(name, (resolve_name(f"builtins:{peer.detail}"),), {"__module__": module})
+            case "protocol":
+                return _protocol(name, peer.detail, module)
             case "enum":
                 return _enum(name, peer.detail, module)
             case "function":
-                return refused_function(name, self._instead(peer), module)
+                return refused_function(name, self.advice(peer), module)
             case "object":
-                return StandInObject(name, self._instead(peer))
-        return refused_class(name, self._instead(peer), module)
+                return StandInObject(name, self.advice(peer))
+        return refused_class(name, self.advice(peer), module)
 
-    def _instead(self, name: PeerName) -> str:
+    def advice(self, name: PeerName) -> str:
+        """Say what to use instead of a name that has no counterpart."""
         places = (place for place in self.by_place if f"{name.module}.".startswith(place))
         return self.by_name.get(name.name) or self.by_place[max(places, key=len)]
 
@@ -155,6 +170,19 @@ def _of_another_package(name: PeerName) -> Any:
         return resolve_name(f"{name.module}:{name.name}")
     except (ImportError, AttributeError):
         return refused_class(name.name, f"it is of the package {name.module.partition('.')[0]}, which is not installed")
+
+
+def _protocol(name: str, members: str, module: str) -> type[Any]:
+    """A protocol with the other trainer's members, for annotations, subclasses and ``isinstance``."""
+    words = members.split()
+    content: dict[str, Any] = {word.removesuffix("()"): _method for word in words if word.endswith("()")}
+    content["__annotations__"] = {word: Any for word in words if not word.endswith("()")}
+    content |= {"__module__": module, "__class_getitem__": classmethod(lambda cls, item: cls)}
+    bases: tuple[Any, ...] = (Protocol,)
+    return runtime_checkable(new_class(name, bases, exec_body=lambda namespace: namespace.update(content)))
+
+
+def _method(self: Any, *args: Any, **kwargs: Any) -> Any: ...
 
 
 def _enum(name: str, members: Mapping[str, str | int], module: str) -> type[Enum]:

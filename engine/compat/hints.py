@@ -9,9 +9,9 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from engine.compat.foreign_checkpoints.folder_files import FOLDER_FILES
 from engine.compat.lightning.arguments import STRATEGY_NAMES
 from engine.compat.lightning.names import CHECKPOINT, DATA, MODULE, OF_SETTINGS, VIEW
 from engine.compat.names import ARGUMENTS, ATTRIBUTES, NAMES, OTHERWISE
@@ -26,11 +26,12 @@ ANSWERS: dict[str, dict[str, str]] = {
     "DataModule": DATA,
     "TrainerView": VIEW,
     "checkpoint entry": CHECKPOINT,
-    "checkpoint's folder": FOLDER_FILES,
     "setting": OTHERWISE | {name: f"here it is called {setting!r}" for name, setting in NAMES.items()},
     "strategy": {name: f"this name of Lightning's is {setting!r} here" for name, setting in STRATEGY_NAMES.items()},
 }
 """Place -> name -> what to use instead. A place is a class, a method, or a kind of name such as ``"setting"``."""
+LATER = {"checkpoint's folder": "engine.compat.foreign_checkpoints.folder_files:FOLDER_FILES"}
+"""Place -> a table of its names as ``"module:table"``, which is imported when an error first asks for it."""
 UNWRAPPED = ("Fit", "TrainModule")
 """Classes whose methods are not wrapped: those of ``Fit`` take unknown arguments and raise :func:`engine.utils.extensions.call_error`, those of
 ``TrainModule`` are called by steps, and the run adds advice to their errors."""
@@ -41,7 +42,8 @@ _CALLS: dict[str, Callable[..., object]] = {}
 
 def advice(place: str, name: str) -> str:
     """Say what to use instead of ``name``, which ``place`` lacks; an empty string if no known trainer has the name."""
-    sentence = ANSWERS.get(place, {}).get(name, "")
+    answers: dict[str, str] = resolve_name(LATER[place]) if place in LATER else ANSWERS.get(place, {})
+    sentence = answers.get(name, "")
     return sentence or (_setting_instead(name, _CALLS[place]) if place in _CALLS else "")
 
 

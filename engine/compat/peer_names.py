@@ -15,13 +15,14 @@ class PeerName:
     """A name in a module of another trainer."""
 
     kind: str
-    """``"class"``, ``"function"``, ``"object"``, ``"type"`` (an alias or a variable of types), ``"error"``, ``"enum"``, ``"value"``, ``"log"``,
-    ``"module"``, or ``"foreign"``: an object of another package."""
+    """``"class"``, ``"function"``, ``"object"``, ``"type"`` (an alias or a variable of types), ``"protocol"``, ``"error"``, ``"enum"``,
+    ``"value"``, ``"log"``, ``"module"``, or ``"foreign"``: an object of another package."""
     module: str
     """The module that defines it: a path within the trainer's package, or for ``"module"`` and ``"foreign"`` a module's full name."""
     name: str
     detail: Any = None
-    """The value; the members of an enum; the built-in base class of an error; whether a module is one of the package."""
+    """The value; the members of an enum; the names of a protocol's members, those of methods with parentheses; the built-in base class of an error;
+    whether a module is one of the package."""
 
 
 class PeerNames:
@@ -91,5 +92,5 @@ class PeerNames:
 
 
 _LISTED = {"class": "classes", "function": "functions", "log": "logs", "object": "objects", "type": "types"}
-_DETAILED = {"enum": "enums", "error": "errors", "module": "modules", "value": "values"}
+_DETAILED = {"enum": "enums", "error": "errors", "module": "modules", "protocol": "protocols", "value": "values"}
 """Kind of a name -> the key of its names in the file."""

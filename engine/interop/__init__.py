@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
+from engine.compat.door import SameModule
 
-class Moved(MetaPathFinder, Loader):
-    """Imports a module under a second path as the same object, so that its classes exist only once."""
+
+class Moved(MetaPathFinder, SameModule):
+    """Finds the modules of :attr:`packages` under a second path."""
 
     packages: dict[str, str] = {}
     """Package that users import -> the package that contains its modules."""
@@ -26,15 +27,6 @@ class Moved(MetaPathFinder, Loader):
         source = f"{self.packages[package]}.{last}"
         # If there is no such module, the error thus names the path that the user imports.
         return ModuleSpec(name, self, origin=source) if find_spec(source) is not None else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(str(spec.origin))
-        spec.loader_state = module.__spec__  # exec_module restores it, after the import system has replaced it
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state
 
 
 def moved(package: str, source: str) -> None:

@@ -5,11 +5,10 @@ Packages on Lightning and on Accelerate. Their data is made up here; nothing is 
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import changed_imports
 import torch
 from entry import QUIET, Entries
 from torch import nn
@@ -26,8 +25,7 @@ def entry(package: str, *modules: str, note: str = "") -> Any:
 
 
 def library(name: str = "lightning.pytorch") -> Any:
-    """The library that the script itself imports: its own import is changed, too, once the doors are imported."""
-    return import_module(INSTEAD if INSTEAD in sys.modules else name)
+    return changed_imports.library(name)
 
 
 def fit(module: Any, *data: Any, name: str = "lightning.pytorch", **options: Any) -> nn.Module:
@@ -259,6 +257,15 @@ def pytorch_accelerated_average() -> nn.Module:
     return trainer._accelerator.unwrap_model(trainer.model)
 
 
+DIFFUSION: dict[str, Any] = {
+    "train_lr": 1e-3,
+    "gradient_accumulate_every": 2,
+    "num_samples": 4,
+    "results_folder": "results",
+}
+"""Options of both trainers of denoising-diffusion-pytorch."""
+
+
 @entry("denoising-diffusion-pytorch", "denoising_diffusion_pytorch")
 def denoising_diffusion_sequences() -> nn.Module:
     from denoising_diffusion_pytorch import Dataset1D, GaussianDiffusion1D, Trainer1D, Unet1D
@@ -270,12 +277,9 @@ def denoising_diffusion_sequences() -> nn.Module:
         diffusion,
         dataset=data,
         train_batch_size=4,
-        train_lr=1e-3,
         train_num_steps=6,
-        gradient_accumulate_every=2,
         save_and_sample_every=3,
-        num_samples=4,
-        results_folder="results",
+        **DIFFUSION,
     )
     trainer.train()
     return trainer.accelerator.unwrap_model(trainer.model)
@@ -296,14 +300,11 @@ def denoising_diffusion_images() -> nn.Module:
         diffusion,
         "images",
         train_batch_size=8,
-        train_lr=1e-3,
         train_num_steps=4,
-        gradient_accumulate_every=2,
         save_and_sample_every=100,
-        num_samples=4,
         calculate_fid=False,
         augment_horizontal_flip=False,
-        results_folder="results",
+        **DIFFUSION,
     )
     trainer.train()
     return trainer.accelerator.unwrap_model(trainer.model)
@@ -344,6 +345,273 @@ def rectified_flow() -> nn.Module:
         num_samples=4,
         results_folder="results",
         checkpoints_folder="checkpoints",
+    )
+    trainer()
+    return trainer.accelerator.unwrap_model(trainer.model)
+
+
+# -- chosen later, and run without a change of the doors for them -----------------------------------------------------------------------
+
+
+def numbers(rows: int = 48) -> Any:
+    """A table of four numbers, a category and a label."""
+    import numpy
+    import pandas
+
+    generator = numpy.random.default_rng(0)
+    frame = pandas.DataFrame(generator.normal(size=(rows, 4)).round(4), columns=list("abcd"))
+    return frame.assign(kind=generator.integers(0, 3, rows), label=(frame["a"] > 0).astype(int))
+
+
+@entry("ts3l", "ts3l", note="its data sets draw from the global generator; here from one of each row")
+def ts3l_vime() -> nn.Module:
+    from ts3l.pl_modules import VIMELightning
+    from ts3l.utils import TS3LDataModule
+    from ts3l.utils.backbone_utils import MLPBackboneConfig
+    from ts3l.utils.embedding_utils import IdentityEmbeddingConfig
+    from ts3l.utils.vime_utils import VIMEConfig, VIMEDataset, VIMESecondPhaseCollateFN
+
+    frame = numbers()
+    config = VIMEConfig(
+        task="classification",
+        loss_fn="CrossEntropyLoss",
+        metric="accuracy_score",
+        scheduler="StepLR",
+        scheduler_hparams={"step_size": 3},
+        embedding_config=IdentityEmbeddingConfig(input_dim=5),
+        backbone_config=MLPBackboneConfig(input_dim=5, hidden_dims=8, output_dim=8),
+        output_dim=2,
+        predictor_dim=8,
+        cat_cardinality=[3],
+        num_continuous=4,
+    )
+
+    class Data(VIMEDataset):  # type: ignore[misc]
+        """The same, with the random numbers of a row drawn from its index."""
+
+        def __getitem__(self, index: int) -> Any:
+            with torch.random.fork_rng():
+                torch.manual_seed(index)
+                return super().__getitem__(index)
+
+    columns = {"continuous_cols": list("abcd"), "category_cols": ["kind"]}
+    module = VIMELightning(config)
+    first = Data(X=frame[:32], unlabeled_data=frame[32:], config=config, **columns)
+    fit(module, TS3LDataModule(first, first, 8, "random", n_jobs=0), name="pytorch_lightning")
+    module.set_second_phase(freeze_encoder=False)
+    second = Data(
+        X=frame[:32],
+        Y=frame["label"][:32].values,
+        unlabeled_data=frame[32:],
+        config=config,
+        is_second_phase=True,
+        **columns,
+    )
+    last = Data(X=frame[32:], Y=frame["label"][32:].values, config=config, is_second_phase=True, **columns)
+    data = TS3LDataModule(second, last, 8, "random", VIMESecondPhaseCollateFN(), n_jobs=0)
+    return fit(module, data, name="pytorch_lightning")
+
+
+@entry("torch-choice", "torch_choice", "termcolor")
+def torch_choice_conditional_logit() -> nn.Module:
+    from torch_choice.data import ChoiceDataset
+    from torch_choice.model import ConditionalLogitModel
+
+    generator = torch.Generator().manual_seed(0)
+    data = ChoiceDataset(
+        item_index=torch.randint(0, 4, (40,), generator=generator),
+        session_index=torch.arange(40),
+        itemsession_price=torch.rand(40, 4, 2, generator=generator),
+        num_items=4,
+    )
+    model = ConditionalLogitModel(formula="(itemsession_price|constant)", dataset=data, num_items=4)
+    quiet = {name: value for name, value in QUIET.items() if name not in ("accelerator", "devices")}
+    options = {"batch_size": 10, "learning_rate": 0.03, "num_epochs": 3, "device": "cpu", "print_summary": False}
+    model.fit(data, data, data, backend="lightning", **options, **quiet)
+    return model
+
+
+@entry("lightning-kfold", "lightning_kfold")
+def lightning_kfold_folds() -> nn.Module:
+    from lightning_kfold import KFoldDataModule, KFoldTrainer
+
+    generator = torch.Generator().manual_seed(1)
+    samples = TensorDataset(torch.randn(36, 8, generator=generator), torch.arange(36) % 2)
+
+    class Data(KFoldDataModule):  # type: ignore[misc]
+        def setup_datasets(self) -> Any:
+            return samples, samples, samples.tensors[1].numpy()
+
+    data = Data(num_folds=3, batch_size=6)
+    data.setup()
+    module = Classifier.made()
+    KFoldTrainer(num_folds=3, max_epochs=2, **QUIET).fit(module, data)
+    return module
+
+
+class Classifier:
+    """A module of two classes, for the library that a script imports."""
+
+    @staticmethod
+    def made(name: str = "lightning") -> Any:
+        class Net(library(name).LightningModule):  # type: ignore[misc]
+            def __init__(self, width: int = 6) -> None:
+                super().__init__()
+                self.save_hyperparameters()
+                self.layers = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 2))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.layers(x)
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+            def test_step(self, batch: Any, batch_idx: int) -> None:
+                self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.Adam(self.parameters(), lr=0.01)
+
+        return Net()
+
+
+@entry("cph-regression", "cph_regression")
+def cph_regression_table() -> nn.Module:
+    from cph_regression.regression.datamodule import DataModuleRGS
+    from cph_regression.regression.modelfactory import RegressionModel
+    from cph_regression.regression.modelmodule import ModelModuleRGS
+
+    numbers().rename(columns={"label": "target"}).to_csv("table.csv", index=False)
+    data = DataModuleRGS("table.csv", batch_size=8, categorical_cols=["kind"], numeric_cols=list("abcd"))
+    data.setup()
+    module = ModelModuleRGS(RegressionModel(data.get_input_dim(), [8], [0.1]), lr=0.01)
+    return fit(module, data, name="lightning")
+
+
+@entry("timeseries-agent", "timeseries_agent")
+def timeseries_agent_reinforce() -> nn.Module:
+    from timeseries_agent.agents.reinforce_agent import ReinforceAgent
+    from timeseries_agent.envs.csv_env import CsvEnv
+
+    agent = ReinforceAgent(CsvEnv(numbers(), list("abc"), "d", lookback=3), hidden_layers=[8], epsilon_start=0.5)
+    steps = DataLoader(range(3, 35), batch_size=8)  # type: ignore[arg-type]
+    return fit(agent, steps, DataLoader(range(3, 8), batch_size=5), name="lightning")  # type: ignore[arg-type]
+
+
+@entry("pytorch-lightning-spells", "pytorch_lightning_spells")
+def lightning_spells_mixup() -> nn.Module:
+    import random
+
+    import numpy
+    from pytorch_lightning_spells.callbacks import LookaheadCallback, MixUpCallback, RandomAugmentationChoiceCallback
+    from pytorch_lightning_spells.losses import MixupSoftmaxLoss
+    from pytorch_lightning_spells.lr_schedulers import LinearLR, MultiStageScheduler
+    from pytorch_lightning_spells.optimizers import Lookahead
+
+    loss = MixupSoftmaxLoss()
+
+    class Net(type(Classifier.made("pytorch_lightning"))):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return loss(self(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = Lookahead(torch.optim.Adam(self.parameters(), lr=0.01), alpha=0.5, k=3)
+            stages = [LinearLR(optimizer, 0.01, 4), torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)]
+            scheduler = MultiStageScheduler(stages, start_at_epochs=[0, 4])
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    generator = torch.Generator().manual_seed(1)
+    data = DataLoader(TensorDataset(torch.randn(32, 8, generator=generator), torch.arange(32) % 2), batch_size=8)
+    random.seed(0)  # after the imports, some of which draw a number
+    numpy.random.seed(0)
+    mixing = RandomAugmentationChoiceCallback([MixUpCallback(a, softmax_target=True) for a in (0.4, 0.8)], [0.5, 0.5])
+    return fit(Net(), data, data, callbacks=[mixing, LookaheadCallback()], name="pytorch_lightning")
+
+
+@entry("tensorneko", "tensorneko")
+def tensorneko_model() -> nn.Module:
+    from tensorneko import NekoModel, NekoTrainer
+
+    class Net(NekoModel):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__("net")
+            self.layers = network()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": nn.functional.mse_loss(self(batch[0]), batch[1])}
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": nn.functional.mse_loss(self(batch[0]), batch[1])}
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    module, data = Net(), DataLoader(table(), batch_size=8)
+    options = {name: value for name, value in QUIET.items() if name not in ("logger", "enable_checkpointing")}
+    NekoTrainer("neko", log_every_n_steps=2, max_epochs=2, **options).fit(module, data, data)
+    return module
+
+
+@entry("lightning-action", "lightning_action", "jaxtyping")
+def lightning_action_segmenter() -> nn.Module:
+    from lightning_action.models.segmenter import Segmenter
+
+    model = {
+        "input_size": 8,
+        "output_size": 3,
+        "head": "dtcn",
+        "num_hid_units": 8,
+        "num_layers": 2,
+        "num_lags": 1,
+        "seed": 1,
+    }
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        {"input": torch.randn(40, 8, generator=generator), "labels": torch.randint(0, 3, (40,), generator=generator)}
+        for _ in range(12)
+    ]
+    settings = {"type": "Adam", "lr": 0.01, "wd": 0, "scheduler": "cosine"}
+    module = Segmenter(
+        {"model": {**model, "sequence_length": 40}, "optimizer": settings, "training": {"num_epochs": 3}}
+    )
+    data = DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+    return fit(module, data, data, name="lightning")
+
+
+@entry("byol-pytorch", "byol_pytorch")
+def byol_trainer() -> nn.Module:
+    from byol_pytorch.trainer import BYOLTrainer
+
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 6))
+    trainer = BYOLTrainer(
+        net,
+        image_size=8,
+        hidden_layer="3",
+        learning_rate=1e-3,
+        dataset=Noise(),
+        num_train_steps=6,
+        batch_size=4,
+        checkpoint_every=3,
+        byol_kwargs={"projection_size": 8, "projection_hidden_size": 8},
+    )
+    trainer()
+    return trainer.accelerator.unwrap_model(trainer.byol)
+
+
+@entry("autoregressive-diffusion-pytorch", "autoregressive_diffusion_pytorch")
+def autoregressive_diffusion() -> nn.Module:
+    from autoregressive_diffusion_pytorch import ImageAutoregressiveDiffusion, ImageTrainer
+
+    sizes = {"dim": 16, "depth": 1, "heads": 2, "mlp_depth": 1, "decoder_kwargs": {"rotary_pos_emb": True}}
+    model = ImageAutoregressiveDiffusion(model=sizes, image_size=8, patch_size=4)
+    trainer = ImageTrainer(
+        model, dataset=Noise(), num_train_steps=6, batch_size=4, save_results_every=100, checkpoint_every=3
     )
     trainer()
     return trainer.accelerator.unwrap_model(trainer.model)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
+from typing import Any
 
 DOORS = {
     "pytorch_lightning": "engine.interop.lightning",
@@ -71,4 +73,13 @@ class Finder(MetaPathFinder):
 
 def install(packages: Sequence[str]) -> None:
     """Change the imports of these packages, in this process."""
-    sys.meta_path.insert(0, Finder(packages))
+    sys.meta_path.insert(0, Finder([package for package in packages if package not in DOORS]))
+
+
+def installed() -> bool:
+    return any(isinstance(finder, Finder) for finder in sys.meta_path)
+
+
+def library(name: str) -> Any:
+    """The library that a script itself imports, which is a door where the imports are changed."""
+    return import_module(changed(name) if installed() else name)

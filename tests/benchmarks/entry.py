@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import changed_imports
 from torch import nn
 
 QUIET: dict[str, Any] = {
@@ -67,6 +68,8 @@ def definitions(path: str) -> dict[str, Any]:
             "\n".join(line for line in cell.splitlines() if not line.lstrip().startswith(("!", "%"))) for cell in cells
         )
     tree = ast.parse(text)
+    if changed_imports.installed():
+        tree = ast.fix_missing_locations(changed_imports.Imports().visit(tree))
     tree.body = [node for node in tree.body if defines(node)]
     module = ModuleType(file.stem)
     module.__file__ = str(file)

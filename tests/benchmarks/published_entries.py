@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import changed_imports
 import torch
 from entry import QUIET, Entries, definitions
 from torch import nn
@@ -16,9 +17,7 @@ SEGMENTATION = "segmentation_models.pytorch/examples"
 
 def fit(module: Any, *data: Any, library: str = "lightning.pytorch", **options: Any) -> nn.Module:
     """Train with the ``Trainer`` of the Lightning that the package imports."""
-    from importlib import import_module
-
-    import_module(library).Trainer(**QUIET | {"max_epochs": 2} | options).fit(module, *data)
+    changed_imports.library(library).Trainer(**QUIET | {"max_epochs": 2} | options).fit(module, *data)
     return module
 
 
@@ -231,9 +230,7 @@ def forecasting_data(covariates: bool = True) -> Any:
 
 def pickles() -> None:
     """The line that a program adds whose package reads checkpoints with ``torch.load``. Lightning's class does nothing with it."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    ModelCheckpoint.pickles = True
+    changed_imports.library("lightning.pytorch").callbacks.ModelCheckpoint.pickles = True
 
 
 PICKLES = "and with ModelCheckpoint.pickles = True"

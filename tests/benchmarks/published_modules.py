@@ -4,9 +4,9 @@
 
 Each entry (``published_entries.py``: packages; ``lightning_demos.py``: Lightning's demos, its examples and what its documentation
 shows) trains twice, each time in a process of its own: with the real Lightning, and with ``engine.interop.lightning`` in its place
-(``as_lightning.py``); nothing else differs. Packages of ``changed_import_entries.py``, on Lightning or Accelerate, are loaded with their
-import statements changed (``changed_imports.py``); nothing is borrowed there. The table shows the optimizer steps that were counted and the
-largest absolute difference between the final weights.
+(``as_lightning.py``); nothing else differs. Packages of ``changed_import_entries.py``, on Lightning or Accelerate, and with ``--change-imports``
+all packages, are loaded with their import statements changed (``changed_imports.py``); nothing is borrowed there. The table shows the
+optimizer steps that were counted and the largest absolute difference between the final weights.
 
 Two documented differences are taken out of the comparison, on both sides alike: shuffled loaders read their data in order (the order is a function
 of (seed, epoch) here, and of global random numbers there), and the random numbers of a step are seeded with its number (the loaders draw from the
@@ -107,6 +107,7 @@ def read_in_order() -> None:
     """``DataLoader(shuffle=True)`` reads its data in order, and so does a ``RandomSampler`` that a package makes."""
     torch.utils.data.dataloader.RandomSampler = InOrder  # type: ignore[misc, assignment, attr-defined]
     torch.utils.data.RandomSampler = InOrder  # type: ignore[misc, assignment]
+    torch.utils.data.sampler.RandomSampler = InOrder  # type: ignore[misc, assignment]
 
 
 def train(name: str, finder: as_lightning.Finder | None, out: Path) -> None:
@@ -124,10 +125,10 @@ def train(name: str, finder: as_lightning.Finder | None, out: Path) -> None:
     torch.save({"weights": weights, "steps": steps.count, "borrowed": borrowed}, out)
 
 
-def worker(names: list[str], library: str, out: Path) -> None:
+def worker(names: list[str], library: str, out: Path, change: bool) -> None:
     """Train each entry in a fork of this process, which has imported the library, in a folder of its own; write ``NAME.LIBRARY.pt`` and ``.log``."""
     finder = None
-    if library == "engine" and ENTRIES[names[0]].group == changed_import_entries.GROUP:
+    if library == "engine" and change:
         import_module(changed_import_entries.INSTEAD)
     else:
         finder = as_lightning.install() if library == "engine" else None
@@ -144,7 +145,7 @@ def worker(names: list[str], library: str, out: Path) -> None:
                 os.chdir(folder)
                 signal.alarm(LIMIT_S)
                 try:
-                    if library == "engine" and finder is None:
+                    if library == "engine" and change:
                         changed_imports.install(ENTRIES[name].modules)
                     train(name, finder, out / f"{name}.{library}.pt")
                     status = 0
@@ -166,9 +167,11 @@ def interpreter(modules: tuple[str, ...], pythons: tuple[str, ...]) -> str | Non
     return None
 
 
-def start(names: list[str], library: str, python: str, out: Path, sources: Path | None) -> subprocess.Popen[bytes]:
+def start(
+    names: list[str], library: str, python: str, out: Path, sources: Path | None, change: bool
+) -> subprocess.Popen[bytes]:
     """A worker for these entries, under way."""
-    command = [python, __file__, *names, "--worker", str(out), "--library", library]
+    command = [python, __file__, *names, "--worker", str(out), "--library", library, *["--change-imports"] * change]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if sources is not None:
         environment["PUBLISHED_SOURCES"] = str(sources)
@@ -254,12 +257,13 @@ def main() -> int:
     parser.add_argument("--sources", type=Path, default=None, help="a folder with checkouts of repositories")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--errors", action="store_true", help="print the last lines of failed trainings")
+    parser.add_argument("--change-imports", action="store_true", help="change the import statements of all packages")
     parser.add_argument("--list", action="store_true", help="print the names of the entries")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--library", choices=LIBRARIES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        worker(args.names, args.library, args.worker)
+        worker(args.names, args.library, args.worker, args.change_imports)
         return 0
     wanted = [
         entry
@@ -277,12 +281,14 @@ def main() -> int:
             missing = entry.package if python is None else entry.source
             print(f"left out: {entry.name}: {missing} is not there", file=sys.stderr)
         else:
-            places.setdefault((python, entry.group == changed_import_entries.GROUP), []).append(entry)
+            places.setdefault((python, args.change_imports or entry.group == changed_import_entries.GROUP), []).append(
+                entry
+            )
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
-        for (python, _), entries in places.items():
+        for (python, change), entries in places.items():
             names = [entry.name for entry in entries]
-            workers = [start(names, library, python, Path(folder), sources) for library in LIBRARIES]
+            workers = [start(names, library, python, Path(folder), sources, change) for library in LIBRARIES]
             for each in workers:
                 each.wait()
             for entry in entries:

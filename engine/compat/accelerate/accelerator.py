@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +26,7 @@ from engine.compat.accelerate.scheduler import AcceleratedScheduler
 from engine.compat.accelerate.state import AcceleratorState, GradientState, PartialState
 from engine.compat.accelerate.tracking import trackers_for
 from engine.compat.accelerate.utils import dataclasses as settings
+from engine.compat.accelerate.utils import modeling, other
 from engine.compat.checked_arguments import checking_arguments
 from engine.distributed.collectives import broadcast_object
 from engine.engine import Engine
@@ -83,6 +83,8 @@ class Accelerator(Engine):
             handlers["GradScalerKwargs"].tune(self.scaler)
         self._describe(facts)
         self._plugin, self.step = translation.accumulation(self._arguments, self.accumulate_grad_batches), 0
+        self._returned: list[Any] = []
+        """The optimizers, schedulers and loaders that :meth:`prepare` has returned."""
         self._unreduced: list[nn.Module] = []
         """The models of the enclosing :meth:`no_sync` blocks."""
         self.gradient_state = GradientState(self._plugin)
@@ -132,9 +134,15 @@ class Accelerator(Engine):
     )
 
     _models = property(lambda self: list(self.models))
-    _optimizers = property(lambda self: [*self.prepared.optimizers])
-    _schedulers = property(lambda self: [*self.prepared.schedulers])
-    _dataloaders = property(lambda self: [*self.prepared.loaders, *self.checkpoints.padded_loaders])
+    _optimizers = property(
+        lambda self: [prepared for prepared in self._returned if isinstance(prepared, AcceleratedOptimizer)]
+    )
+    _schedulers = property(
+        lambda self: [prepared for prepared in self._returned if isinstance(prepared, AcceleratedScheduler)]
+    )
+    _dataloaders = property(
+        lambda self: [prepared for prepared in self._returned if issubclass(type(prepared), Loader)]
+    )
     is_fsdp2 = property(lambda self: self.distributed_type == "FSDP")
     parallelism_config = property(lambda self: self._arguments["parallelism_config"])
 
@@ -174,7 +182,9 @@ class Accelerator(Engine):
         if evaluation_mode:
             return self.place_model(model)
         autocast = self.handlers.get("AutocastKwargs")
-        return super().prepare_model(model, autocast=autocast is None or autocast.enabled)
+        prepared: Any = super().prepare_model(model, autocast=autocast is None or autocast.enabled)
+        prepared._is_accelerate_prepared = True
+        return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:
         if isinstance(optimizer, AcceleratedOptimizer):
@@ -182,7 +192,7 @@ class Accelerator(Engine):
         prepared = super().prepare_optimizer(optimizer)
         prepared.__class__ = AcceleratedOptimizer
         prepared.follows = self.rules == "accelerate"  # type: ignore[attr-defined]
-        return prepared  # type: ignore[return-value]
+        return self._noted(prepared)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:  # type: ignore[override]
         """Prepare a scheduler to step once per optimizer step; under Accelerate's rules once per process and step, unless batches are split."""
@@ -191,7 +201,7 @@ class Accelerator(Engine):
         follows = self.rules == "accelerate"
         times = self.num_processes if follows and not self.dataloader_config.split_batches else 1
         prepared = scheduler if isinstance(scheduler, PreparedScheduler) else super().prepare_scheduler(scheduler)
-        return AcceleratedScheduler(prepared, self, times * self.step_scheduler_with_optimizer, follows)
+        return self._noted(AcceleratedScheduler(prepared, self, times * self.step_scheduler_with_optimizer, follows))
 
     def prepare_data_loader(  # type: ignore[override]
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -200,13 +210,12 @@ class Accelerator(Engine):
             return data_loader
         config, place = self.dataloader_config, self.device_placement if device_placement is None else device_placement
         if self.rules == "accelerate":
-            return self.checkpoints.following(
-                loaders.prepare_data_loader(
-                    *(data_loader, self.device, self.num_processes, self.process_index, config.split_batches, place),
-                    *(self.rng_types, config.dispatch_batches, config.even_batches, slice_fn_for_dispatch),
-                    *(config.use_seedable_sampler, config.data_seed),
-                )
+            padded = loaders.prepare_data_loader(
+                *(data_loader, self.device, self.num_processes, self.process_index, config.split_batches, place),
+                *(self.rng_types, config.dispatch_batches, config.even_batches, slice_fn_for_dispatch),
+                *(config.use_seedable_sampler, config.data_seed),
             )
+            return self._noted(self.checkpoints.following(padded))
         if config.dispatch_batches or slice_fn_for_dispatch is not None:
             raise ValueError(
                 "dispatch_batches: every process reads its own samples, unless Accelerator(rules='accelerate') is given"
@@ -219,7 +228,14 @@ class Accelerator(Engine):
         other_types = [kind for kind in self.rng_types if str(kind) != "generator"]
         prepared = super().prepare_data_loader(data_loader, place=place)
         prepared.use.ranks_draw_apart = True  # left to the script, as Accelerate does
-        return Loader(prepared, self.group, self.gradient_state.dataloader_references, other_types)
+        reading = self.gradient_state.dataloader_references
+        return self._noted(Loader(prepared, self.group, reading, other_types))
+
+    def _noted(self, prepared: Any) -> Any:
+        """Take note of an object that is prepared now, as scripts look for it; return the object."""
+        self._returned.append(prepared)
+        prepared._is_accelerate_prepared = True
+        return prepared
 
     skip_first_batches = staticmethod(loaders.skip_first_batches)  # type: ignore[assignment]
 
@@ -228,12 +244,24 @@ class Accelerator(Engine):
 
     def free_memory(self, *objects: Any) -> list[None]:
         self.step = 0
+        self._returned.clear()
         self.checkpoints.forget()
         return super().free_memory(*objects)
 
     clear = free_memory
 
     # -- a step -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the latest micro-batch ends its window."""
+        return super().sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        raise AttributeError(
+            "sync_gradients cannot be set: accumulate(model) decides where a window ends, and no_sync(model) keeps gradients on their rank"
+        )
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
@@ -252,6 +280,14 @@ class Accelerator(Engine):
             yield
         finally:
             own_loop.leave(self.window, models)
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Run the backward pass; see :meth:`engine.Engine.backward`. Outside of :meth:`accumulate`, a scalar is divided by
+        ``gradient_accumulation_steps``, as in Accelerate: scripts that accumulate without the block rely on it."""
+        steps = self.gradient_accumulation_steps
+        if steps > 1 and self.rules == "exact" and not self.window.position.accumulating and torch.is_tensor(loss):
+            loss = loss / steps
+        super().backward(loss, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self, *models: nn.Module, model: nn.Module | None = None) -> Iterator[None]:
@@ -335,7 +371,8 @@ class Accelerator(Engine):
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:
         """Save a checkpoint; see :meth:`engine.Engine.save_state`. Under ``automatic_checkpoint_naming`` the folder is numbered automatically."""
         if not safe_serialization:
-            raise ValueError("safe_serialization=False: checkpoints are always safetensors and JSON; leave it out")
+            message = "safe_serialization=False: this checkpoint is safetensors and JSON all the same, and load_state reads it; leave it out"
+            warnings.warn(message, stacklevel=2)
         return self.checkpoints.save(output_dir, **options)
 
     def load_state(self, input_dir: Any = None, load_kwargs: None = None, *, strict: bool = True) -> dict[str, Any]:
@@ -347,9 +384,11 @@ class Accelerator(Engine):
     def save_model(
         self, model: Any, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
     ) -> list[Path]:
-        if not safe_serialization:
-            raise ValueError("safe_serialization=False: weights are always safetensors; leave it out")
-        return super().save_model(model, save_directory, max_shard_size)
+        """Write a model's weights; see :meth:`engine.Engine.save_model`. Without ``safe_serialization``, into a pickle ``pytorch_model.bin``."""
+        if safe_serialization:
+            return super().save_model(model, save_directory, max_shard_size)
+        state = self.get_state_dict(model)
+        return modeling.pickled(state, save_directory, max_shard_size) if self.is_main_process else []
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
         return super().get_state_dict(model)
@@ -357,7 +396,7 @@ class Accelerator(Engine):
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         on_each_node = self.project_configuration.save_on_each_node
         if self.is_local_main_process if on_each_node else self.is_main_process:
-            (save_file if safe_serialization else torch.save)(obj, f)
+            other.written(obj, f, safe_serialization)
 
     # -- trackers ---------------------------------------------------------------------------------------------------------------
 

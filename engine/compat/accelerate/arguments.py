@@ -157,10 +157,6 @@ def _dynamo(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of ``torch.compile`` from the plugin, the backend or environment variables, as in the file's ``dynamo_config``."""
     if arguments["dynamo_plugin"] is not None and arguments["dynamo_backend"] is not None:
         raise ValueError("dynamo_plugin and dynamo_backend: give one of them")
-    if arguments["dynamo_plugin"] is not None:
-        section: dict[str, Any] = arguments["dynamo_plugin"].to_section()
-        return section
-    if arguments["dynamo_backend"] is not None:
-        return {"dynamo_backend": str(arguments["dynamo_backend"])}
-    prefix = "ACCELERATE_DYNAMO_"
-    return {f"dynamo_{n.removeprefix(prefix).lower()}": text for n, text in os.environ.items() if n.startswith(prefix)}
+    plugin = arguments["dynamo_plugin"] or settings.TorchDynamoPlugin(backend=arguments["dynamo_backend"])
+    section: dict[str, Any] = plugin.to_section()
+    return section

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from engine.compat.accelerate.utils.modeling import load_checkpoint_in_model as load_checkpoint_in_model
 from engine.strategies.deferred_init import parameters_deferred
 
 

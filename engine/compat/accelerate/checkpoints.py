@@ -148,9 +148,10 @@ class Checkpoints:
             model for model in engine.models if not any(model is remaining_model for remaining_model in remaining)
         ]
         manifest = engine.loop_checkpoints.load(input_dir, strict, left_out)
+        for loader in engine.prepared.loaders:
+            if loader.length is not None and loader.skipped >= loader.length:  # saved after an epoch's last batch
+                loader.resume(loader.epoch + 1, 0)
         if not within_epochs:
-            for loader in engine.prepared.loaders:
-                loader.restart()
-            for loader in self.padded_loaders:
+            for loader in (*engine.prepared.loaders, *self.padded_loaders):
                 loader.restart()
         return dict(manifest)

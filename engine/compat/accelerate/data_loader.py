@@ -9,12 +9,12 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from engine.compat.accelerate import padded_loaders
-from engine.compat.accelerate.padded_loaders import DispatchedLoader as DataLoaderDispatcher
-from engine.compat.accelerate.padded_loaders import PaddedLoader as DataLoaderShard
+from engine.compat.accelerate.padded_loaders import DispatchedLoader, PaddedLoader
 from engine.compat.accelerate.padded_shards import BatchSamplerShard as BatchSamplerShard
 from engine.compat.accelerate.padded_shards import IterableDatasetShard as IterableDatasetShard
 from engine.compat.accelerate.padded_shards import SeedableRandomSampler as SeedableRandomSampler
 from engine.compat.accelerate.state import GradientState, PartialState
+from engine.data.loader import PreparedLoader
 
 __all__ = [
     "DataLoaderDispatcher",
@@ -44,24 +44,55 @@ class SkipBatchSampler(BatchSampler):
         return len(self.batch_sampler) - self.skip_batches
 
 
-class SkipDataLoader(DataLoader[Any]):
-    """A ``DataLoader`` that skips its first ``skip_batches`` batches; other arguments are those of ``DataLoader``."""
+class _Made(type):
+    """The metaclass of the loaders that scripts make themselves: those that ``prepare`` returns count as their instances."""
+
+    like: tuple[type, ...] = ()
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) or type(instance) in vars(cls).get("like", ())
+
+
+class DataLoaderShard(PaddedLoader, metaclass=_Made):
+    """A loader of this process's own samples; ``kwargs`` are the arguments of ``DataLoader``."""
+
+    like = (padded_loaders.Loader, PaddedLoader)
+
+    def __init__(
+        self, dataset: Any, device: Any = None, rng_types: Any = None, synchronized_generator: Any = None, skip_batches: int = 0,
+        use_stateful_dataloader: bool = False, _drop_last: bool = False, _non_blocking: bool = False, torch_device_mesh: Any = None,
+        iteration: int = 0, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        loader, reading = DataLoader(dataset, **kwargs), GradientState().dataloader_references
+        super().__init__(loader, PartialState().group, reading, rng_types or (), device=device)
+        self.synchronized_generator = synchronized_generator or self.synchronized_generator
+        self.skip_batches, self.iteration = skip_batches, iteration
+        self.use_stateful_dataloader = use_stateful_dataloader
+
+
+class SkipDataLoader(DataLoaderShard):
+    """A loader that skips its first ``skip_batches`` batches; other arguments are those of ``DataLoader``."""
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
-        if use_stateful_dataloader:
-            raise ValueError(
-                "SkipDataLoader(use_stateful_dataloader=True): a prepared loader's state_dict has its position; leave it out"
-            )
-        super().__init__(dataset, **kwargs)
-        self.skip_batches = skip_batches
+        super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
 
-    def __iter__(self) -> Any:
-        return itertools.islice(super().__iter__(), self.skip_batches, None)
 
-    def __len__(self) -> int:
-        return super().__len__() - self.skip_batches
+class DataLoaderDispatcher(DispatchedLoader, metaclass=_Made):
+    """A loader that the main process reads, and of whose batches each process gets its slice; ``kwargs`` are the arguments of ``DataLoader``."""
+
+    like = (DispatchedLoader,)
+
+    def __init__(
+        self, dataset: Any, split_batches: bool = False, skip_batches: int = 0, use_stateful_dataloader: bool = False,
+        _drop_last: bool = False, _non_blocking: bool = False, slice_fn: Any = None, torch_device_mesh: Any = None,
+        iteration: int = 0, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        loader, reading = DataLoader(dataset, **kwargs), GradientState().dataloader_references
+        super().__init__(loader, PartialState().group, reading, split_batches=split_batches, slice_fn=slice_fn)
+        self.skip_batches, self.iteration = skip_batches, iteration
+        self.use_stateful_dataloader = use_stateful_dataloader
 
 
 def prepare_data_loader(
@@ -70,7 +101,7 @@ def prepare_data_loader(
     dispatch_batches: bool | None = None, even_batches: bool = True, slice_fn_for_dispatch: Any = None,
     use_seedable_sampler: bool = False, data_seed: int | None = None, non_blocking: bool = False,
     use_stateful_dataloader: bool = False, torch_device_mesh: Any = None,
-) -> DataLoaderShard:  # fmt: skip
+) -> PaddedLoader:  # fmt: skip
     """Prepare a loader that distributes data as Accelerate does, with padding."""
     state = PartialState()
     if dispatch_batches is None:
@@ -89,6 +120,6 @@ def prepare_data_loader(
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """A loader that skips the first batches of ``dataloader``, which is a prepared loader or a ``DataLoader``."""
-    if isinstance(dataloader, DataLoader):
-        dataloader = DataLoaderShard(dataloader, PartialState().group, GradientState().dataloader_references)
+    if not isinstance(dataloader, (padded_loaders.Loader, PreparedLoader)):
+        dataloader = PaddedLoader(dataloader, PartialState().group, GradientState().dataloader_references)
     return dataloader.skipping(num_batches)

@@ -10,35 +10,9 @@ from engine.compat.peer_names import PeerNames
 
 _FOLDER = "engine.compat.accelerate"
 PACKAGE = "engine.interop.accelerate"
-MODULES = (
-    *(
-        "accelerator",
-        "big_modeling",
-        "data_loader",
-        "hooks",
-        "launchers",
-        "local_sgd",
-        "logging",
-        "optimizer",
-        "scheduler",
-        "state",
-        "tracking",
-    ),
-    *(
-        f"utils.{name}"
-        for name in (
-            "dataclasses",
-            "environment",
-            "imports",
-            "memory",
-            "operations",
-            "other",
-            "random",
-            "tqdm",
-            "versions",
-        )
-    ),
-)
+_MODULES = "accelerator big_modeling data_loader hooks launchers local_sgd logging optimizer scheduler state tracking"
+_OF_UTILS = "dataclasses environment imports memory modeling operations other random tqdm versions"
+MODULES = (*_MODULES.split(), *(f"utils.{name}" for name in _OF_UTILS.split()))
 """Accelerate's modules that are here."""
 DOOR = Door(
     PACKAGE,

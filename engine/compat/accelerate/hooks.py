@@ -10,7 +10,7 @@ from torch import nn
 
 
 class ModelHook:
-    """Is called before and after a module's ``forward``, and may change its arguments and its output."""
+    """The base of hooks, which a module calls before and after its ``forward``, and which may change arguments and output."""
 
     no_grad = False
 

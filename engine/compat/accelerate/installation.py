@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Literal
 
 from engine.compat.accelerate.accelerator import Accelerator
 from engine.compat.accelerate.door import PACKAGE
+from engine.compat.door import SameModule
 
 NAME = "accelerate"
 _USERS = (
@@ -25,22 +25,14 @@ _USERS = (
 """Modules of other packages that keep what they have imported from Accelerate."""
 
 
-class Installed(MetaPathFinder, Loader):
+class Installed(MetaPathFinder, SameModule):
     """Finds ``accelerate.x`` as our module of that name."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name.startswith(f"{NAME}.") else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(PACKAGE + spec.name.removeprefix(NAME))
-        spec.loader_state = module.__spec__  # exec_module restores it, after the import system has replaced it
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state
+        is_ours = name.startswith(f"{NAME}.")
+        return ModuleSpec(name, self, origin=PACKAGE + name.removeprefix(NAME)) if is_ours else None
 
 
 def install(rules: Literal["exact", "accelerate"] = "accelerate") -> None:

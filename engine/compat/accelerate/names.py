@@ -139,7 +139,6 @@ FUNCTIONS = {
     **dict.fromkeys(
         (
             "load_checkpoint_and_dispatch",
-            "load_checkpoint_in_model",
             "dispatch_model",
             "cpu_offload",
             "disk_offload",

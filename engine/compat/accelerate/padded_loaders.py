@@ -9,9 +9,12 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from engine.compat.accelerate.padded_shards import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
@@ -41,6 +44,15 @@ class Loader:
         if name.startswith("__") or name == "base_dataloader":
             raise AttributeError(name)
         return getattr(self.base_dataloader, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the wrapped loader, for ``isinstance(loader, DataLoader)`` in scripts and annotations that are checked."""
+        loader = self.base_dataloader
+        return type(loader.loader if isinstance(loader, PreparedLoader) else loader)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _copied, (type(self), vars(self))
 
     def __len__(self) -> int:
         return len(self.base_dataloader)
@@ -99,20 +111,43 @@ class Loader:
         return Loader(loader.skipping(num_batches), self.group, self.reading, self.rng_types)
 
 
+def _copied(kind: type[Loader], content: dict[str, Any]) -> Loader:
+    """A copied or unpickled loader."""
+    loader = object.__new__(kind)
+    vars(loader).update(content)
+    return loader
+
+
+@dataclass
+class Position:
+    """The epoch of a padded loader, and what the order of its pass is drawn from. A loader that skips batches shares it with the one that it
+    comes from, so that the skipped pass counts as that one's own."""
+
+    iteration: int = 0
+    """The epoch of the next pass, or of the current one."""
+    start: int = 0
+    """The index of the next pass's first batch."""
+    resumes: bool = False
+    """Whether the next pass draws the same order as before a checkpoint."""
+    torch_state: Tensor | None = None
+    generator_state: Tensor | None = None
+
+
 class PaddedLoader(Loader):
     """A loader that keeps the user's order, pads the last global batch with samples of the first, and reads one batch ahead."""
 
     end_of_dataloader: Any = False
     remainder: Any = -1
+    iteration: Any = property(
+        attrgetter("position.iteration"), lambda self, epoch: setattr(self.position, "iteration", epoch)
+    )
 
     def __init__(
         self, loader: Any, group: Group, reading: list[Any], rng_types: Iterable[Any] = (), *, device: Any = None
     ) -> None:
         super().__init__(loader, group, reading, rng_types)
-        self.device, self.skip_batches, self.iteration = device, 0, 0
+        self.device, self.skip_batches, self.position = device, 0, Position()
         self.synchronized_generator = getattr(_sampler(loader) or loader.dataset, "generator", None)
-        self._start, self._order_rng_state = 0, torch.get_rng_state()
-        self._resumes = False
 
     @property
     def total_batch_size(self) -> int:
@@ -124,7 +159,7 @@ class PaddedLoader(Loader):
         return len(self.base_dataloader) - self.skip_batches
 
     def _first(self) -> int:
-        return max(self._start, self.skip_batches)
+        return max(self.position.start, self.skip_batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Use the order of this epoch in the next pass."""
@@ -140,15 +175,15 @@ class PaddedLoader(Loader):
             if not self.drop_last:
                 self.remainder = self.total_dataset_length % self.total_batch_size
         self.set_epoch(self.iteration)
-        with torch.random.fork_rng(devices=()) if self._resumes else contextlib.nullcontext():
-            if self._resumes:  # draw the same order as before the checkpoint
-                torch.set_rng_state(self._order_rng_state)
-            self._order_rng_state = torch.get_rng_state()
-            generator = self.synchronized_generator
-            self._order_generator_state = None if generator is None else generator.get_state()
+        position, generator = self.position, self.synchronized_generator
+        with torch.random.fork_rng(devices=()) if position.resumes else contextlib.nullcontext():
+            if position.resumes and position.torch_state is not None:  # draw the same order as before the checkpoint
+                torch.set_rng_state(position.torch_state)
+            position.torch_state = torch.get_rng_state()
+            position.generator_state = None if generator is None else generator.get_state()
             batches, start = self._read(), self._first()
             ahead = next(itertools.islice(batches, start, None), None)
-        self._start, self._resumes = 0, False
+        position.start, position.resumes = 0, False
         while ahead is not None:
             batch, ahead = ahead, next(batches, None)
             self.end_of_dataloader = ahead is None
@@ -161,34 +196,37 @@ class PaddedLoader(Loader):
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, the number of its batches that were given out, and the random states that its order was drawn from."""
-        inside = self in self.reading
-        ended, generator = inside and self.end_of_dataloader, self.synchronized_generator
-        if inside and not ended:
-            return {
-                "epoch": self.iteration,
-                "given": self._batches_given,
-                "torch": self._order_rng_state,
-                "generator": self._order_generator_state,
-            }
+        position, generator = self.position, self.synchronized_generator
+        active = next((loader for loader in reversed(self.reading) if _stands_at(loader, position)), None)
+        ended = active is not None and active.end_of_dataloader
+        if active is not None and not ended:
+            order = {"torch": position.torch_state, "generator": position.generator_state}
+            return {"epoch": position.iteration, "given": active._batches_given, **order}
         generator_state = None if generator is None else generator.get_state()
-        return {"epoch": self.iteration + ended, "given": 0, "torch": None, "generator": generator_state}
+        return {"epoch": position.iteration + ended, "given": 0, "torch": None, "generator": generator_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass continue from :meth:`state_dict`."""
-        self.iteration, self._start, self._resumes = state["epoch"], state["given"], state["torch"] is not None
-        if self._resumes:
-            self._order_rng_state = state["torch"]
+        position, order = self.position, state["torch"]
+        position.iteration, position.start, position.resumes = state["epoch"], state["given"], order is not None
+        position.torch_state = order
         if self.synchronized_generator is not None and state["generator"] is not None:
             self.synchronized_generator.set_state(state["generator"])
 
     def restart(self) -> None:
         """Start the next pass at the beginning of its epoch."""
-        self._start = 0
+        self.position.start = 0
 
     def skipping(self, num_batches: int) -> Any:
         loader = copy.copy(self)
-        loader.skip_batches, loader._start = num_batches, 0
+        loader.skip_batches = num_batches
+        self.restart()
         return loader
+
+
+def _stands_at(loader: Loader, position: Position) -> bool:
+    """Whether a loader of either rule has this very position."""
+    return issubclass(type(loader), PaddedLoader) and loader.position is position
 
 
 class DispatchedLoader(PaddedLoader):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -72,10 +73,17 @@ class PartialState(_Shared):
             raise ValueError(
                 f"{', '.join(unsupported)}: the launcher's variables say how processes join (fit env); leave it out"
             )
+        device_name = os.environ.get("ACCELERATE_TORCH_DEVICE", "")
+        cpu = cpu or device_name == "cpu"
         group = join_here(
             own_environment(), "cpu" if cpu else "auto", timeout=timeout or timedelta(minutes=30), debug=False
         )
         kind = group.device.type
+        if device_name not in ("", kind, str(group.device)):
+            raise ValueError(
+                f"ACCELERATE_TORCH_DEVICE={device_name}: this process computes on {group.device}; choose among several devices with "
+                "CUDA_VISIBLE_DEVICES, and leave it out"
+            )
         if backend not in (None, "nccl", torch.distributed.get_default_backend_for_device(kind)):
             raise ValueError(f"backend={backend!r}: the device decides it; leave it out")
         type_of_several = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}.get(kind, f"MULTI_{kind.upper()}")

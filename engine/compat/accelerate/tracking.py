@@ -134,25 +134,25 @@ class TensorBoardTracker(LoggerTracker):
 
 
 class WandBTracker(LoggerTracker):
-    """Weights & Biases."""
+    """The tracker that logs to Weights & Biases."""
 
     name, main_process_only = "wandb", False
 
 
 class TrackioTracker(LoggerTracker):
-    """Trackio."""
+    """The tracker that logs to Trackio."""
 
     name, main_process_only = "trackio", False
 
 
 class AimTracker(LoggerTracker):
-    """Aim."""
+    """The tracker that logs to Aim."""
 
     name = "aim"
 
 
 class MLflowTracker(LoggerTracker):
-    """MLflow."""
+    """The tracker that logs to MLflow."""
 
     name = "mlflow"
 
@@ -185,7 +185,8 @@ def register_tracker_class(tracker_class: Any) -> None:
     """Let ``log_with`` know a class by its ``name``.
 
     Raises:
-        ValueError, TypeError: it is no subclass of :class:`GeneralTracker`, or has no name.
+        TypeError: the class is not a subclass of :class:`GeneralTracker`.
+        ValueError: the class has no name.
     """
     if not isinstance(tracker_class, type) or not issubclass(tracker_class, GeneralTracker):
         raise TypeError(f"register_tracker_class takes a subclass of GeneralTracker, got {tracker_class!r}")

@@ -96,7 +96,7 @@ class AdaptedModule(LightningModule, Adapter):
         _take_hyperparameters(self)
         base = lightning_base(type(self.original), "LightningModule")
         _redirect_to_run(base)
-        self.forward_overrides(base, _forwarded_methods(base))
+        self.note_methods()
 
     def note_methods(self) -> None:
         base = lightning_base(type(self.original), "LightningModule")

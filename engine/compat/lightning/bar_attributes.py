@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from engine.compat.lightning.events import run_of
+from engine.compat.lightning.weak_link import WeakLink
 
 Count = int | float
-
-
-class _TrainerLink:
-    """A bar's reference to its trainer. A copy or a pickle of it refers to none."""
-
-    def __init__(self, trainer: Any = None) -> None:
-        self.trainer = (lambda: None) if trainer is None else weakref.ref(trainer)
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _TrainerLink, ()
 
 
 class BarAttributes:
     """Lightning's attributes and methods of a progress bar."""
 
-    _link = _TrainerLink()
+    _link: WeakLink[Any] = WeakLink()
     _current_eval_dataloader_idx: int | None = None
     _disabled = False
     idle = False
@@ -37,7 +27,7 @@ class BarAttributes:
         Raises:
             TypeError: there was none.
         """
-        trainer = self._link.trainer()
+        trainer = self._link()
         if trainer is None:
             raise TypeError(f"{type(self).__name__}.trainer is known from setup on")
         return trainer
@@ -62,6 +52,9 @@ class BarAttributes:
         self._disabled = False
         self._show()
 
+    def pause_s(self) -> float:
+        return 0.1
+
     def _show(self) -> None:
         """Let a bar of this library draw, or keep it from that."""
         screen = getattr(self, "_screen", None)
@@ -73,7 +66,7 @@ class BarAttributes:
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Keep the trainer, and set up the bar."""
-        self._link, self._hidden_screen = _TrainerLink(trainer), None
+        self._link, self._hidden_screen = WeakLink(trainer), None
         super().setup(run_of(trainer), pl_module, stage)  # type: ignore[misc]
         self._show()
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from engine.callback import Callback
 from engine.compat.lightning.events import Adapter
+from engine.compat.lightning.weak_link import WeakLink
 from engine.module import TrainModule
 from engine.utils.log import warn_once
 
 
-class ModuleLink:
-    """A callback's reference to the module of the current or latest run, which does not keep it in memory. A copy or a pickle refers to none."""
-
-    def __init__(self, module: TrainModule | None = None) -> None:
-        self._reference = None if module is None else weakref.ref(module)
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return ModuleLink, ()
+class ModuleLink(WeakLink[TrainModule]):
+    """A callback's reference to the module of the current or latest run."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Call the module's ``log``."""
@@ -30,7 +24,7 @@ class ModuleLink:
         self._call("log_dict", args, kwargs)
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        module = None if self._reference is None else self._reference()
+        module = self()
         if module is None:
             warn_once(f"a callback's {method}() outside of a run records nothing")
         else:

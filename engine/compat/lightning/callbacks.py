@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from engine.compat.lightning.arguments import CALLBACKS
 from engine.compat.lightning.bar_attributes import BarAttributes
 from engine.compat.lightning.callback import Callback
 from engine.compat.lightning.checkpoint_attributes import CheckpointAttributes
-from engine.compat.lightning.checkpoint_notices import notify
 from engine.compat.lightning.epoch_ends import acts_at_epoch_ends, has_validation
 from engine.compat.lightning.events import EVENTS
 from engine.compat.lightning.exception_checkpoint import SavesOnException
@@ -178,7 +176,7 @@ class RichProgressBar(ProgressBar, own.RichProgressBar):
     def __init__(
         self, refresh_rate: int = 1, leave: bool = False, theme: Any = None, console_kwargs: dict[str, Any] | None = None
     ) -> None:  # fmt: skip
-        self.idle = refresh_rate == 0
+        self.refresh_rate, self.idle = refresh_rate, refresh_rate == 0
 
 
 class TQDMProgressBar(ProgressBar, own.TQDMProgressBar):
@@ -186,7 +184,8 @@ class TQDMProgressBar(ProgressBar, own.TQDMProgressBar):
 
     @with_arguments_of(own.TQDMProgressBar, CALLBACKS)
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
-        self.idle = refresh_rate == 0
+        self.refresh_rate = max(refresh_rate, int(os.environ.get("TQDM_MINITERS", "0")))
+        self.idle = self.refresh_rate == 0
 
 
 class ServableModuleValidator(Callback, own.ServableModuleValidator):
@@ -256,6 +255,8 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
         every_n_train_steps = count.normalized("ModelCheckpoint: every_n_train_steps", every_n_train_steps)
         every_n_epochs = count.normalized("ModelCheckpoint: every_n_epochs", every_n_epochs)
         is_default = all(interval is None for interval in (every_n_train_steps, train_time_interval, every_n_epochs))
+        if train_time_interval is not None and not train_time_interval:
+            train_time_interval = timedelta(microseconds=1)  # at each opportunity
         self._epochs = 1 if is_default else every_n_epochs or 0
         epochs = f"{self._epochs} epochs" if self._epochs else None
         every: list[Any] = [interval for interval in (every_n_train_steps, train_time_interval, epochs) if interval]
@@ -286,6 +287,10 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
         own.ModelCheckpoint.setup(self, trainer.run, pl_module, stage)
         self.dirpath = (self._storage or trainer.run.checkpoints.folder.storage).root
 
+    def show_folder(self, run: Run) -> None:
+        """Show the folder of checkpoints in a ``run`` in which this callback saves nothing."""
+        self.dirpath = self._dirpath_argument or run.checkpoints.folder.storage.root
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         at_epoch_ends = self._at_train_epoch_end
         if at_epoch_ends is None and trainer.check_val_every_n_epoch == 1 and not has_validation(trainer.run):
@@ -315,7 +320,18 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
         names = dict(self.names)
         own.ModelCheckpoint._save(self, run, last)
         if run.is_main_process and self.names.get(run.step) != names.get(run.step):
-            notify(run.trainer.loggers, self)
+            self._tell_loggers(run)
+
+    def _tell_loggers(self, run: Run) -> None:
+        """Call ``after_save_checkpoint`` of the loggers that have it. Its errors are logged, as any error of a logger, and the training goes on."""
+        for entry in run.trainer.loggers:
+            after_save = getattr(entry, "after_save_checkpoint", None)
+            if after_save is None:
+                continue
+            try:
+                after_save(self)
+            except Exception:
+                logger.exception("%s.after_save_checkpoint failed", type(entry).__name__)
 
     def _saves_at_end(self, run: Run) -> bool:
         n, is_cut = self._epochs, not run.state.epoch_done
@@ -331,11 +347,6 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
                     write_checkpoint(file, self._path(step))
             trainer.strategy.barrier()
             self._files = files
-
-    def _as_score(self, value: float) -> torch.Tensor:
-        """The score as Lightning shows it: NaN is infinitely bad."""
-        worst = torch.inf if self.mode == "min" else -torch.inf
-        return torch.tensor(worst if math.isnan(value) else value)
 
     @property
     def best_k_models(self) -> dict[str, Any]:

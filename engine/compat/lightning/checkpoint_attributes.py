@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,6 +16,7 @@ class CheckpointAttributes:
     """Attributes of Lightning's ``ModelCheckpoint`` that repeat its arguments, and its file of scores."""
 
     dirpath: Any
+    mode: Literal["min", "max"]
     verbose = save_weights_only = save_on_exception = False
     auto_insert_metric_name = True
     every_n_epochs, every_n_train_steps, train_time_interval = 1, 0, None
@@ -33,8 +35,13 @@ class CheckpointAttributes:
 
     def _score(self, run: Run, metrics: Mapping[str, float]) -> float | None:
         score: float | None = super()._score(run, metrics)  # type: ignore[misc]
-        self.current_score = None if score is None else torch.tensor(score)
+        self.current_score = None if score is None else self._as_score(score)
         return score
+
+    def _as_score(self, value: float) -> torch.Tensor:
+        """The score as Lightning shows it: NaN is infinitely bad."""
+        worst = torch.inf if self.mode == "min" else -torch.inf
+        return torch.tensor(worst if math.isnan(value) else value)
 
     def to_yaml(self: Any, filepath: Any = None) -> None:
         """Write :attr:`best_k_models` with the scores as numbers into a YAML file, by default ``best_k_models.yaml`` beside the checkpoints."""

@@ -326,7 +326,9 @@ class LightningCLI:
         parser = self.parser if self.subcommand is None else self._parsers[self.subcommand]
         options = {**self._get(self.config_init, "trainer", {}), **kwargs}
         callbacks = [
-            callback for part in (self.trainer_defaults, options) for callback in _as_list(part.get("callbacks"))
+            _instantiated(callback)
+            for part in (self.trainer_defaults, options)
+            for callback in _as_list(part.get("callbacks"))
         ]
         callbacks += [self._get(self.config_init, key) for key in parser.callback_keys]
         if self.save_config_callback and not options.get("fast_dev_run"):
@@ -339,8 +341,9 @@ class LightningCLI:
         """Override this method to return something else from the optimizer and scheduler of the command line; it replaces the module's hook."""
         if lr_scheduler is None:
             return optimizer
-        monitor = {"monitor": lr_scheduler.monitor} if isinstance(lr_scheduler, ReduceLROnPlateau) else {}
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, **monitor}}
+        if not isinstance(lr_scheduler, ReduceLROnPlateau):
+            return [optimizer], [lr_scheduler]
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}}
 
     def _configure_optimizers(self) -> None:
         """Replace the module's ``configure_optimizers`` by one that returns the optimizer and scheduler of the command line."""
@@ -382,12 +385,26 @@ class LightningCLI:
         options = {name: config[name] for name in names if name in config}
         getattr(self, f"before_{command}", lambda: None)()
         call = getattr(self, command, getattr(self.trainer, command))
-        call(self.model, datamodule=self.datamodule, **options)
+        data = {} if self.datamodule is None else {"datamodule": self.datamodule}
+        call(model=self.model, **data, **options)
         getattr(self, f"after_{command}", lambda: None)()
 
 
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list) else [value]
+
+
+def instantiate_class(args: Any | tuple[Any, ...], init: Mapping[str, Any]) -> Any:
+    """Create an object of the class ``init["class_path"]`` with positional ``args`` (one, or a tuple of several) and ``init["init_args"]``."""
+    positional = args if isinstance(args, tuple) else (args,)
+    return pkgutil.resolve_name(init["class_path"])(*positional, **(init.get("init_args") or {}))
+
+
+def _instantiated(value: Any) -> Any:
+    """Create the object that a dict with ``class_path`` and perhaps ``init_args`` describes; return anything else as it is."""
+    if not isinstance(value, Mapping) or "class_path" not in value:
+        return value
+    return pkgutil.resolve_name(value["class_path"])(**value.get("init_args") or {})
 
 
 def _with_class_path(kind: type, arguments: Namespace) -> dict[str, Any]:

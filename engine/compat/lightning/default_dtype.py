@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -33,13 +34,16 @@ def default_dtype(module: TrainModule, dtype: torch.dtype | None) -> Iterator[No
 
 
 def _in_dtype(method: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    @functools.wraps(method)
+    """The method with ``dtype`` as the default; one that is bound stays bound, so that a copy of its module calls the copy's."""
+    function = method.__func__ if isinstance(method, MethodType) else method
+
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         usual = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            return method(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             torch.set_default_dtype(usual)
 
-    return call
+    return MethodType(call, method.__self__) if isinstance(method, MethodType) else call

@@ -79,7 +79,7 @@ class Events(_Wrapped, own.TensorBoardLogger):
 
 
 class FileLogger(Logger):
-    """Wraps a logger of this library, ``ours``, that writes files. The base of those with Lightning's names and arguments.
+    """Wraps a logger of this library, ``wrapped``, that writes files. The base of those with Lightning's names and arguments.
 
     It writes into :attr:`log_dir`, from the first value on, also without a run. ``version=None``: the next free number, known as soon as it is
     read; each training with this logger takes a new one.
@@ -102,9 +102,9 @@ class FileLogger(Logger):
     ) -> None:
         self.given = f"save_dir={save_dir}, version={version}, sub_dir={sub_dir}"
         """The arguments that tell two loggers apart, as text."""
-        self.ours = self.of(**options)
+        self.wrapped = self.of(**options)
         """The wrapped logger, which is passed to ``Fit``."""
-        self.ours.stands_for = self
+        self.wrapped.stands_for = self
         self.save_dir, self.name = os.fspath("." if save_dir is None else save_dir), name or ""
         self.sub_dir = None if sub_dir is None else os.fspath(sub_dir)
         self.hparams: dict[str, Any] = {}
@@ -145,7 +145,7 @@ class FileLogger(Logger):
         """Take the next version for a training, unless the version is given, or known and not used. ``resumes``: take the latest one that exists."""
         if self._is_numbered and self._has_trained:
             self._version, self._run_folder = None, None
-            self.ours.continues = False
+            self.wrapped.continues = False
         if self._version is None and resumes:
             self._version = latest_trained(self.root_dir)
 
@@ -160,7 +160,7 @@ class FileLogger(Logger):
     def begin(self, run: Run) -> None:
         """Write into the files of :attr:`log_dir` in ``run``, with the hyperparameters of its module and its data module."""
         self._close()
-        self.ours.dir = Path(self.log_dir)
+        self.wrapped.dir = Path(self.log_dir)
         if run.is_main_process and run.stage != "predict":
             self.hparams.update(run.hyperparameters)
             self.save()
@@ -170,12 +170,12 @@ class FileLogger(Logger):
     @property
     def in_run(self) -> bool:
         """Whether the wrapped logger is open in a run."""
-        return self.ours._current_run is not None
+        return self.wrapped._current_run is not None
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         values = {name: float(value) for name, value in metrics.items()}
         if self.in_run:
-            self.ours.log_metrics(values, step)
+            self.wrapped.log_metrics(values, step)
         elif not own_rank():
             self._write_alone(values, step)
 
@@ -222,16 +222,16 @@ class RowLogger(FileLogger):
     @property
     def metrics_file_path(self) -> str:
         """The path of the file of rows."""
-        return os.path.join(self.log_dir, self.ours.name)
+        return os.path.join(self.log_dir, self.wrapped.name)
 
     def log_hparams(self, params: dict[str, Any]) -> None:
         """Do the same as :meth:`log_hyperparams`."""
         self.log_hyperparams(params)
 
     def _write_alone(self, values: dict[str, float], step: int | None) -> None:
-        self.ours.dir = Path(self.log_dir)
+        self.wrapped.dir = Path(self.log_dir)
         self._rows = self._rows if step is None else int(step)
-        with LoggedLoop([self.ours], self.log_dir) as loop:
+        with LoggedLoop([self.wrapped], self.log_dir) as loop:
             loop(values, self._rows)
         self._rows += 1
 
@@ -251,11 +251,11 @@ class EventLogger(FileLogger):
         if own_rank():
             return NOTHING
         if self.in_run:
-            return self.ours.experiment
+            return self.wrapped.experiment
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer, self.ours.continues = SummaryWriter(self.log_dir), True
+            self._writer, self.wrapped.continues = SummaryWriter(self.log_dir), True
         return self._writer
 
     def _write_alone(self, values: dict[str, float], step: int | None) -> None:
@@ -265,7 +265,7 @@ class EventLogger(FileLogger):
 
     def _note_hyperparameters(self, values: dict[str, Any]) -> None:
         if self.in_run:
-            self.ours.log_hyperparams(values)
+            self.wrapped.log_hyperparams(values)
             return
         from torch.utils.tensorboard.summary import hparams
 

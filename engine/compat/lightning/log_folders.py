@@ -35,7 +35,8 @@ def version_folder(root: str, version: int | str) -> str:
 
 def _versions(root: str) -> Iterator[int]:
     names = (Path(name).name for name in _entries(root))
-    return (int(name.removeprefix(_PREFIX)) for name in names if name.removeprefix(_PREFIX).isdecimal())
+    numbers = (name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX))
+    return (int(number) for number in numbers if number.isdecimal())
 
 
 def _entries(root: str) -> list[str]:

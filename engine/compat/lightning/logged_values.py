@@ -60,7 +60,7 @@ def latest_shown(run: Run | BeforeRun) -> dict[str, Any]:
 
 
 def _with_unsuffixed(values: dict[str, float]) -> dict[str, float]:
-    """``values`` with each ``x_epoch`` also under the name ``x``, unless there is a value of this name."""
+    """Return ``values`` with each ``x_epoch`` also under the name ``x``, unless there is a value of this name."""
     return {name.removesuffix("_epoch"): value for name, value in values.items()} | values
 
 

@@ -11,6 +11,7 @@ import engine.callbacks as own
 from callbacks.loggers import ForwardingLogger as AdaptedLogger  # noqa: F401
 from callbacks.loggers import PlainLogger as Logger
 from callbacks.loggers.base import NOTHING
+from callbacks.loggers.base import Logger as TrackerLogger
 from engine.compat.checked_arguments import with_arguments_of
 from engine.compat.lightning.arguments import LOGGERS
 from engine.compat.lightning.file_loggers import EventLogger, FileLogger, RowLogger
@@ -23,13 +24,14 @@ Folder = str | PathLike[str] | None
 
 
 class WrappedLogger(Logger):
-    """Wraps a logger of this library that sends values to a tracker, ``ours``, under Lightning's name and arguments. The run's folder is
+    """Wraps a logger of this library that sends values to a tracker, ``wrapped``, under Lightning's name and arguments. The run's folder is
     ``root_dir`` (``save_dir/name/version``) or a numbered folder in it."""
 
-    of: Any
-    ours: Any
+    of: type[TrackerLogger]
+    """The class of the wrapped logger."""
+    wrapped: TrackerLogger
     """The wrapped logger, which is passed to ``Fit``."""
-    _run: Any = None
+    _run: Run | None = None
     _experiment: Any = None
 
     def __init__(self, **arguments: Any) -> None:
@@ -39,8 +41,8 @@ class WrappedLogger(Logger):
         if self.save_dir is not None:
             version = f"version_{self.version}" if isinstance(self.version, int) else self.version
             self.root_dir = str(Path(expanded(self.save_dir)) / (self.name or "") / (version or ""))
-        self.ours = self.of(**arguments)
-        self.ours.stands_for = self
+        self.wrapped = self.of(**arguments)
+        self.wrapped.stands_for = self
 
     def __getstate__(self) -> dict[str, Any]:
         # A run and a tracker belong to this process.
@@ -61,20 +63,20 @@ class WrappedLogger(Logger):
     def _keep_experiment(self, run: Run, module: Any) -> None:
         """Keep a reference to the tracker's object for use after the run; an error of the tracker is only logged."""
         try:
-            self._experiment = self.ours.experiment
+            self._experiment = self.wrapped.experiment
         except Exception:
             log.exception("%s.experiment is not there after the run", type(self).__name__)
 
     @property
     def experiment(self) -> Any:
         """The tracker's own object, such as TensorBoard's ``SummaryWriter`` or W&B's run; after a training, the object that the training used."""
-        return self.ours.experiment if self._run is None or self._run.module.attached else self._experiment
+        return self.wrapped.experiment if self._run is None or self._run.module.attached else self._experiment
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self.ours.log_metrics(metrics, step)
+        self.wrapped.log_metrics(metrics, step)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        self.ours.log_hyperparams(params)
+        self.wrapped.log_hyperparams(params)
 
 
 class TensorBoardLogger(EventLogger):

@@ -57,7 +57,7 @@ class FitLoopView(_Part):
 
     @property
     def epoch_progress(self) -> SimpleNamespace:
-        """``current`` and ``total``, which both count the completed epochs."""
+        """The counts ``current`` and ``total``, which both count the completed epochs."""
         return _progress(self._run.state.epoch, self._run.state.epoch)
 
     @property
@@ -123,7 +123,7 @@ class EvaluationLoopView(_Part):
 
     @property
     def max_batches(self) -> list[int | float]:
-        """By loader, this rank's number of batches; empty outside of such a run."""
+        """This rank's number of batches for each loader of the evaluation; empty unless an evaluation of this kind runs."""
         batches: list[int | float] = self._trainer._lengths(self._stage)
         return batches
 

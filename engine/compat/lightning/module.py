@@ -10,17 +10,19 @@ from torch import nn
 
 from engine.compat.lightning import pickled_checkpoint
 from engine.compat.lightning.events import WITH_STAGE, lightning_arguments, with_stage
+from engine.compat.lightning.hyperparameters import HyperparametersMixin as HyperparametersMixin
 from engine.compat.lightning.optimizer import LightningOptimizer
 from engine.data.datamodule import DataModule
 from engine.loop.run import Run
 from engine.metrics.recorder import ClosedRecorder, Recorder
 from engine.module import TrainModule, overrides
+from engine.utils.parameters import parameters_of
 
 T = TypeVar("T")
 _TRANSLATED = ("on_train_batch_end", *WITH_STAGE)
 
 
-class LightningModule(TrainModule):
+class LightningModule(TrainModule, HyperparametersMixin):
     """:class:`engine.TrainModule` as a Lightning project calls it: ``self.trainer`` is the ``Trainer``, also after a run."""
 
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
@@ -75,6 +77,14 @@ class LightningModule(TrainModule):
             optimizers = [LightningOptimizer(optimizer, self) for optimizer in optimizers]
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Freeze the parameters of the other optimizers until :meth:`untoggle_optimizer`. Parameters that no optimizer has stay as they are."""
+        own_ids = {id(parameter) for parameter in parameters_of([optimizer])}
+        for parameter in parameters_of(self._attached("toggle_optimizer()").optimizers):
+            if parameter.requires_grad and id(parameter) not in own_ids:
+                parameter.requires_grad_(False)
+                self._toggled.append(parameter)
+
     def log_to(self, recorder: Recorder | ClosedRecorder) -> None:
         super().log_to(recorder)
         for part in parts_that_log(self, LightningModule)[1:]:
@@ -121,7 +131,7 @@ def _with_lightnings_arguments(name: str, hook: Callable[..., Any]) -> Callable[
     return lambda run, module, *args: hook(run, module, *lightning_arguments(event, run, module, args)[2:])
 
 
-class LightningDataModule(DataModule):
+class LightningDataModule(DataModule, HyperparametersMixin):
     """:class:`engine.DataModule` with ``self.trainer``, which is ``None`` before a run."""
 
     CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"

@@ -229,9 +229,10 @@ CLASSES = {
     "Accelerator": "give Trainer(accelerator='cpu' or 'gpu')",
     "CPUAccelerator": "give Trainer(accelerator='cpu')",
     "AdvancedProfiler": "use SimpleProfiler, PyTorchProfiler, or python -m cProfile",
-    "ModelPruning": "use callbacks.Pruning(...)",
-    "SpikeDetection": "use callbacks.SpikeGuard()",
-    "ThroughputMonitor": "use callbacks.ThroughputMonitor()",
+    "ModelPruning": "use callbacks.Pruning (from callbacks import Pruning), which takes the same pruning_fn, amount and parameters_to_prune, and "
+    "prunes before an epoch",
+    "SpikeDetection": "use callbacks.SpikeGuard (from callbacks import SpikeGuard)",
+    "ThroughputMonitor": "use callbacks.ThroughputMonitor (from callbacks import ThroughputMonitor), which needs no batch_size_fn",
     **dict.fromkeys(("CometLogger", "NeptuneLogger"), _LOGGERS),
     "DeepSpeedStrategy": "give engine.DeepSpeed(stage=2, ...), or its name, 'deepspeed_stage_2'",
     "ModelParallelStrategy": "give engine.MeshParallel(tp=..., dp_shard=...)",
@@ -311,8 +312,9 @@ MODULES = {
     "trainer": "trainer trainer.trainer trainer.connectors trainer.connectors.accelerator_connector",
     "utilities": """utilities utilities.types utilities.rank_zero utilities.exceptions utilities.combined_loader utilities.seed utilities.enums
         utilities.model_helpers utilities.parsing utilities.grads utilities.distributed utilities.apply_func
-        utilities.memory trainer.states trainer.connectors.logger_connector.result tuner tuner.tuning accelerators accelerators.accelerator
+        utilities.memory trainer.states trainer.connectors.logger_connector.result accelerators accelerators.accelerator
         loops loops.evaluation_loop loops.fit_loop loops.prediction_loop plugins plugins.io plugins.io.torch_io""",
     "cli": "cli",
+    "tuner": "tuner tuner.tuning",
 }
 """Module of ``engine.interop.lightning`` -> the paths of Lightning's modules whose content it has."""

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from engine.module import TrainModule
 from engine.prepared import raw
+from engine.step.verdicts import Guard
 from engine.step.wrappers import PreparedOptimizer
 
 
@@ -19,7 +21,7 @@ class LightningOptimizer(PreparedOptimizer):
         module: the module that is trained.
     """
 
-    def __init__(self, of_run: Any, module: Any) -> None:
+    def __init__(self, of_run: PreparedOptimizer, module: TrainModule) -> None:
         self.optimizer, self._of_run, self._module = raw(of_run), of_run, weakref.ref(module)
 
     @property  # type: ignore[misc]
@@ -37,7 +39,7 @@ class LightningOptimizer(PreparedOptimizer):
     def step_was_skipped(self) -> bool:
         return bool(self._of_run.step_was_skipped)
 
-    def guard_by(self, guard: Any) -> None:
+    def guard_by(self, guard: Guard | None) -> None:
         self._of_run.guard_by(guard)
 
     def readable(self) -> None:

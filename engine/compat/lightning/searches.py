@@ -1,14 +1,17 @@
-"""``Tuner``, ``LearningRateFinder`` and ``BatchSizeFinder``: this library's searches with Lightning's arguments, before a training begins."""
+"""``LearningRateFinder`` and ``BatchSizeFinder``: this library's searches with Lightning's arguments, before a training begins."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 import engine.callbacks as own
+from callbacks.lr_finder import LRSweep
 from engine.compat.checked_arguments import checking_arguments
 from engine.compat.lightning.callback import Callback
 from engine.compat.lightning.events import original
+from engine.data.datamodule import DataModule
 from engine.fit import Fit
+from engine.module import TrainModule
 from engine.utils.log import logger
 
 _NOT_HERE = "give it to Trainer(callbacks=...), which searches before the training, or call Tuner(trainer)"
@@ -27,7 +30,7 @@ class Finder(Callback):
                     f"{cls.__name__}.{name} is not called: the search comes before the training, once; call Tuner(trainer) when you need it"
                 )
 
-    def search(self, fit: Fit, module: Any, loader: Any, datamodule: Any) -> None:
+    def search(self, fit: Fit, module: TrainModule, loader: Any, datamodule: DataModule | None) -> None:
         """Search with the settings of ``fit``, and set what is found on the module or the data module."""
         raise NotImplementedError
 
@@ -45,7 +48,7 @@ class LearningRateFinder(Finder):
     ``optimal_lr`` has the losses, and as ``suggestion()`` a tenth of the rate at which the smoothed loss is lowest.
     """
 
-    optimal_lr: Any = None
+    optimal_lr: LRSweep | None = None
 
     @checking_arguments()
     def __init__(
@@ -58,22 +61,23 @@ class LearningRateFinder(Finder):
         }  # fmt: skip
         self._sets, self._attribute = update_attr, attr_name
 
-    def search(self, fit: Fit, module: Any, loader: Any, datamodule: Any) -> None:
+    def search(self, fit: Fit, module: TrainModule, loader: Any, datamodule: DataModule | None) -> None:
         self._has_searched = True
         if fit.settings.fast_dev_run:
             return
         names = [self._attribute] if self._attribute else ["lr", "learning_rate"]
-        places = _places(names, module, datamodule) if self._sets else []
-        if self._sets and not places:
+        owners = _owners(module, datamodule) if self._sets else []
+        name = next((name for name in names if any(_has(owner, name) for owner in owners)), None)
+        if self._sets and name is None:
             raise AttributeError(
                 f"LearningRateFinder: neither {type(module).__name__} nor its hyperparameters have {' or '.join(names)}: give attr_name, or "
                 "update_attr=False"
             )
         self.optimal_lr = own.find_lr(module, loader, datamodule=datamodule, fit=fit, **self._options)
         rate = self.optimal_lr.suggestion()
-        if places and rate is not None:
-            _set(places[0][1], rate, module, datamodule)
-            logger.info("LearningRateFinder: %s = %.3g", places[0][1], rate)
+        if name is not None and rate is not None:
+            _set(name, rate, owners)
+            logger.info("LearningRateFinder: %s = %.3g", name, rate)
 
 
 class BatchSizeFinder(Finder):
@@ -93,7 +97,7 @@ class BatchSizeFinder(Finder):
         }  # fmt: skip
         self._margin, self._largest = margin if mode == "binsearch" else 0.0, max_val
 
-    def search(self, fit: Fit, module: Any, loader: Any, datamodule: Any) -> None:
+    def search(self, fit: Fit, module: TrainModule, loader: Any, datamodule: DataModule | None) -> None:
         self._has_searched = True
         if fit.settings.fast_dev_run:
             return
@@ -104,72 +108,23 @@ class BatchSizeFinder(Finder):
             )
         size = own.find_batch_size(module, None, datamodule=datamodule, fit=fit, **self._options)
         self.optimal_batch_size = min(max(1, int(size * (1 - self._margin))), self._largest)
-        _set(name, self.optimal_batch_size, module, datamodule)
+        _set(name, self.optimal_batch_size, _owners(module, datamodule))
 
 
-def _owners(module: Any, datamodule: Any) -> list[Any]:
+def _owners(module: TrainModule, datamodule: DataModule | None) -> list[Any]:
     """The objects that may have the attribute, and their hyperparameters."""
     objects = [original(module)] + ([] if datamodule is None else [original(datamodule)])
     return [place for owner in objects for place in (owner, owner.hparams)]
-
-
-def _places(names: list[str], module: Any, datamodule: Any) -> list[tuple[Any, str]]:
-    return [(owner, name) for name in names for owner in _owners(module, datamodule) if _has(owner, name)]
 
 
 def _has(owner: Any, name: str) -> bool:
     return name in owner if isinstance(owner, dict) else hasattr(owner, name)
 
 
-def _set(name: str, value: Any, module: Any, datamodule: Any) -> None:
-    for owner in _owners(module, datamodule):
+def _set(name: str, value: Any, owners: list[Any]) -> None:
+    for owner in owners:
         if _has(owner, name):
             if isinstance(owner, dict):
                 owner[name] = value
             else:
                 setattr(owner, name, value)
-
-
-class Tuner:
-    """Calls this library's searches with the settings of a ``trainer``, and sets what they find."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def lr_find(
-        self, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, dataloaders: Any = None, datamodule: Any = None,
-        method: str = "fit", min_lr: float = 1e-8, max_lr: float = 1, num_training: int = 100, mode: str = "exponential",
-        early_stop_threshold: float | None = 4.0, update_attr: bool = True, attr_name: str = "",
-    ) -> Any:  # fmt: skip
-        """Find a learning rate; return the losses, whose ``suggestion()`` is set as ``lr`` or ``learning_rate``. See :class:`LearningRateFinder`."""
-        _only_training("lr_find", method, dataloaders)
-        rates: Any = (min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
-        finder = LearningRateFinder(*rates)
-        self._search(finder, model, train_dataloaders, datamodule)
-        return finder.optimal_lr
-
-    def scale_batch_size(
-        self, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, dataloaders: Any = None, datamodule: Any = None,
-        method: str = "fit", mode: str = "power", steps_per_trial: int = 3, init_val: int = 2, max_trials: int = 25,
-        batch_arg_name: str = "batch_size", margin: float = 0.05, max_val: int = 8192,
-    ) -> int | None:  # fmt: skip
-        """Find the largest batch size that fits, set it as ``batch_arg_name`` and return it. See :class:`BatchSizeFinder`."""
-        _only_training("scale_batch_size", method, dataloaders)
-        options: Any = (mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
-        finder = BatchSizeFinder(*options)
-        self._search(finder, model, train_dataloaders, datamodule)
-        return finder.optimal_batch_size
-
-    def _search(self, finder: Finder, model: Any, loaders: Any, datamodule: Any) -> None:
-        if any(isinstance(callback, type(finder)) for callback in self._trainer.callbacks):
-            raise ValueError(
-                f"Tuner: the trainer has a {type(finder).__name__} among its callbacks: leave one of the two out"
-            )
-        self._trainer.search_with([finder], model, loaders, datamodule)
-
-
-def _only_training(search: str, method: str, dataloaders: Any) -> None:
-    if method != "fit" or dataloaders is not None:
-        raise ValueError(
-            f"Tuner.{search}(method={method!r}): it searches with trainings; give method='fit' and train_dataloaders"
-        )

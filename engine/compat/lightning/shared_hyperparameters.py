@@ -18,7 +18,7 @@ def check_shared(module: object, datamodule: object) -> None:
     of_module, of_data = for_loggers(module), for_loggers(datamodule)
     differing = [name for name in of_module.keys() & of_data.keys() if not _equal(of_module[name], of_data[name])]
     if differing:
-        name = sorted(differing)[0]
+        name = sorted(differing, key=str)[0]
         raise RuntimeError(
             f"module and data module both have the hyperparameter {name!r}, with the values {of_module[name]!r:.80} and {of_data[name]!r:.80}, and "
             "loggers show one of them: rename one, or call save_hyperparameters(logger=False), or with ignore=, in one of the two"

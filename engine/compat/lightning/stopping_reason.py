@@ -1,4 +1,4 @@
-"""Why Lightning's ``EarlyStopping`` has stopped a training, as an enum."""
+"""The reason for which Lightning's ``EarlyStopping`` has stopped a training, as an enum."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from engine.utils.log import logger
 
 
 class Interval(StrEnum):
-    """How often a :class:`Timer` looks at the time."""
+    """The interval at which a :class:`Timer` looks at the time."""
 
     step, epoch = "step", "epoch"
 
@@ -44,50 +44,52 @@ class Timer(Callback):
             duration = timedelta(seconds=float(length.value))
         self._duration = None if duration is None else duration.total_seconds()
         self._interval, self._verbose, self._offset = interval, verbose, 0.0
-        self._times: dict[RunningStage, tuple[float | None, float | None]] = {}
+        self._starts: dict[RunningStage, float] = {}
+        self._ends: dict[RunningStage, float] = {}
 
     def start_time(self, stage: str = RunningStage.TRAINING) -> float | None:
-        """When the stage began, in seconds of ``time.monotonic()``; ``None``: it has not."""
-        return self._times.get(RunningStage(stage), (None, None))[0]
+        """The start of the stage, in seconds of ``time.monotonic()``; ``None`` before it."""
+        return self._starts.get(RunningStage(stage))
 
     def end_time(self, stage: str = RunningStage.TRAINING) -> float | None:
-        """When the stage ended, in seconds of ``time.monotonic()``; ``None``: it has not."""
-        return self._times.get(RunningStage(stage), (None, None))[1]
+        """The end of the stage, in seconds of ``time.monotonic()``; ``None`` while it runs and before it."""
+        return self._ends.get(RunningStage(stage))
 
     def time_elapsed(self, stage: str = RunningStage.TRAINING) -> float:
         """The seconds that the stage has taken; of the training, with those of the runs that it resumes."""
         stage = RunningStage(stage)
-        begin, end = self._times.get(stage, (None, None))
         offset = self._offset if stage == RunningStage.TRAINING else 0.0
-        return offset if begin is None else (time.monotonic() if end is None else end) - begin + offset
+        return (
+            offset
+            if stage not in self._starts
+            else self._ends.get(stage, time.monotonic()) - self._starts[stage] + offset
+        )
 
     def time_remaining(self, stage: str = RunningStage.TRAINING) -> float | None:
         """The seconds that are left of the duration; ``None``: there is none."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def _begin(self, stage: RunningStage) -> None:
-        self._times[stage] = time.monotonic(), self._times.get(stage, (None, None))[1]
-
-    def _end(self, stage: RunningStage) -> None:
-        self._times[stage] = self._times.get(stage, (None, None))[0], time.monotonic()
+        self._starts[stage] = time.monotonic()
+        self._ends.pop(stage, None)  # of an earlier run, or the validation before
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._begin(RunningStage.TRAINING)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._end(RunningStage.TRAINING)
+        self._ends[RunningStage.TRAINING] = time.monotonic()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._begin(RunningStage.VALIDATING)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        self._end(RunningStage.VALIDATING)
+        self._ends[RunningStage.VALIDATING] = time.monotonic()
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
         self._begin(RunningStage.TESTING)
 
     def on_test_end(self, trainer: Any, pl_module: Any) -> None:
-        self._end(RunningStage.TESTING)
+        self._ends[RunningStage.TESTING] = time.monotonic()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._check(trainer)  # a run that is resumed may have used up the time

@@ -19,19 +19,23 @@ from engine.compat.lightning.adapters import adapt
 from engine.compat.lightning.before_run import BeforeRun
 from engine.compat.lightning.callback import Callback as NamedCallback
 from engine.compat.lightning.callback_log import let_log
+from engine.compat.lightning.callbacks import ModelCheckpoint
 from engine.compat.lightning.default_dtype import default_dtype
 from engine.compat.lightning.environment_defaults import with_environment_defaults
 from engine.compat.lightning.events import TrainerStatus, original
 from engine.compat.lightning.file_loggers import FileLogger
-from engine.compat.lightning.loggers import AdaptedLogger, Logger, WrappedLogger
+from engine.compat.lightning.loggers import Logger, WrappedLogger
 from engine.compat.lightning.module import LightningModule
 from engine.compat.lightning.searches import Finder
 from engine.compat.lightning.shared_hyperparameters import check_shared
+from engine.compat.lightning.trainer_objects import TrainerObjects
 from engine.compat.lightning.trainer_parts import AcceleratorConnector as _AcceleratorConnector  # noqa: F401  # packages import it from there
-from engine.compat.lightning.trainer_translation import run_root, translate
+from engine.compat.lightning.trainer_parts import RunCallbacks
+from engine.compat.lightning.trainer_translation import checked_loggers, is_of, run_root, translate
 from engine.compat.lightning.trainer_view import TrainerView, Values
 from engine.compat.lightning.utilities import tell_lightning_utilities
 from engine.compat.refusals import refuse_stand_ins
+from engine.config.settings import checked_setting
 from engine.fit import Fit
 from engine.loop.run import Run
 from engine.loop.state import Result
@@ -63,7 +67,7 @@ class Trainer(TrainerView):
         limit_val_batches: int | float | None = None, limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None, overfit_batches: int | float = 0.0,
         val_check_interval: int | float | str | timedelta | dict[str, float] | None = None,
-        check_val_every_n_epoch: int | None = 1, num_sanity_val_steps: int | None = None, log_every_n_steps: int | None = None,
+        check_val_every_n_epoch: int | None = 1, num_sanity_val_steps: int | bool | None = None, log_every_n_steps: int | None = None,
         enable_checkpointing: bool | None = None, enable_progress_bar: bool | None = None,
         enable_model_summary: bool | None = None, accumulate_grad_batches: int = 1, gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None, deterministic: bool | str | None = None, benchmark: bool | None = None,
@@ -74,10 +78,11 @@ class Trainer(TrainerView):
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         # fmt: on
+        if isinstance(num_sanity_val_steps, bool):
+            arguments["num_sanity_val_steps"] = int(num_sanity_val_steps)  # scripts write False for 0
         translation = translate(arguments)
-        self._arguments, self._callbacks, self._loggers = arguments, translation.callbacks, translation.loggers
-        active = [*translation.other_callbacks, *(callback for callback in translation.callbacks if not getattr(callback, "idle", False))]
-        self._fit = Fit(**translation.settings, callbacks=[*map(_logger, translation.loggers), *map(adapt, active)])
+        self._arguments, self._objects = arguments, TrainerObjects(translation)
+        self._fit = Fit(**translation.settings, callbacks=self._objects.passed())
         self._module: Any = None
         self._trained: Run | BeforeRun | None = None
         self._datamodule: Any = None
@@ -95,14 +100,14 @@ class Trainer(TrainerView):
     ) -> None:  # fmt: skip
         """Train ``model``. ``ckpt_path``: the checkpoint to resume from; ``"last"``: the newest one, if there is any."""
         model, loaders, datamodule = self._adapt_objects(model, train_dataloaders, datamodule)
-        finders = [callback for callback in self._callbacks if isinstance(callback, Finder)]
+        finders = [callback for callback in self.callbacks if isinstance(callback, Finder)]
         if finders:
             if ckpt_path is not None:
                 raise ValueError(f"{type(finders[0]).__name__} searches before a new training: leave it out, or ckpt_path")
             self.search_with(finders, model, loaders, datamodule)
             model, loaders, datamodule = self._adapt_objects(model, loaders, datamodule)
         pickled_checkpoint.check_complete(ckpt_path)
-        self._choose_root(trains=True, resumes=ckpt_path == "last")
+        self._prepare_settings(trains=True, resumes=ckpt_path == "last")
         resume_from = "auto" if ckpt_path == "last" else ckpt_path
         with pickled_checkpoint.readable(resume_from, self._arguments["plugins"]) as resume, self._default_dtype(model):
             self.result = self._fit.run(model, loaders, val_dataloaders, datamodule=datamodule, resume=resume)
@@ -147,11 +152,12 @@ class Trainer(TrainerView):
         if ckpt_path == "best":
             ckpt_path = getattr(self.checkpoint_callback, "best_model_path", None) or "best"
         model, loaders, datamodule = self._adapt_objects(model, loaders, datamodule)
-        self._choose_root(trains=False, resumes=False)
+        self._prepare_settings(trains=False, resumes=False)
         plugins = self._arguments["plugins"]
         with pickled_checkpoint.readable(ckpt_path, plugins) as checkpoint, self._default_dtype(model):
             results = getattr(self._fit, verb)(model, loaders, datamodule=datamodule, checkpoint=checkpoint, **options)
-        if verbose and self.progress_bar_callback is None:
+        bar = self.progress_bar_callback
+        if verbose and (bar is None or getattr(bar, "is_disabled", False)):
             for number, metrics in enumerate(results):
                 text = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
                 self.print(terminal_text(f"{verb} {number}: {text}", one_line=True))
@@ -173,20 +179,21 @@ class Trainer(TrainerView):
     def _default_dtype(self, model: LightningModule) -> AbstractContextManager[None]:
         return default_dtype(model, Precision.parse(self._fit.settings.precision).parameters)
 
-    def _choose_root(self, *, trains: bool, resumes: bool) -> None:
-        """Let the next run write into the folder of its first logger. ``resumes``: it trains on from the newest checkpoint there is."""
-        for entry in self._loggers if trains else ():
+    def _prepare_settings(self, *, trains: bool, resumes: bool) -> None:
+        """Give the next run the loggers and callbacks of now, and let it write into the folder of its first logger. ``resumes``: it trains on from
+        the newest checkpoint there is."""
+        for entry in self.loggers if trains else ():
             if isinstance(entry, FileLogger):
                 entry.renew(resumes=resumes)
-        root_dir = run_root(self._loggers, self.default_root_dir)
-        self._fit.settings = replace(self._fit.settings, root_dir=root_dir)
+        root_dir, callbacks = run_root(self.loggers, self.default_root_dir), self._objects.passed()
+        self._fit.settings = replace(self._fit.settings, root_dir=root_dir, callbacks=checked_setting("callbacks", callbacks))
 
     def attach_run(self, run: Run) -> None:
         """Make ``run``, which is starting, the trainer's current run; called by the module."""
         if run.world_size > 1 and not self._arguments["use_distributed_sampler"]:
             argument = "use_distributed_sampler"
             raise ValueError(f"Trainer({argument}=False) has no counterpart on {run.world_size} ranks{hint('setting', argument)}")
-        if self._loggers and run.datamodule is not None:
+        if self.loggers and run.datamodule is not None:
             check_shared(run.module, run.datamodule)
         if run.stage == "fit":
             run.loaders.reload_every = self._arguments["reload_dataloaders_every_n_epochs"]
@@ -194,8 +201,11 @@ class Trainer(TrainerView):
             self._trained = run
         self._run, run.trainer = run, self
         let_log(run.callbacks, run.module)
+        for callback in self.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback not in run.callbacks:
+                callback.show_folder(run)
         tell_lightning_utilities(run.rank)
-        for entry in self._loggers:
+        for entry in self.loggers:
             if isinstance(entry, (WrappedLogger, FileLogger)):
                 entry.attach_run(run)
 
@@ -214,6 +224,7 @@ class Trainer(TrainerView):
 
     def set_limit(self, name: str, value: int | None) -> None:
         limits: dict[str, Any] = {name: value}
+        self._arguments[name] = -1 if value is None else value
         self._fit.settings = replace(self._fit.settings, **limits)
         super().set_limit(name, value)
 
@@ -257,14 +268,74 @@ class Trainer(TrainerView):
         return profiler if hasattr(profiler, "profile") else super().profiler
 
     device_ids = property(lambda self: [*range(self.num_devices)], doc="One index per process of this machine.")
-    callbacks = property(
-        lambda self: self._callbacks if isinstance(self._run, BeforeRun) else with_those_of_module(self._callbacks, self._run),
-        doc="The given callbacks and Lightning's default ones, in a run and after it also those of the module.",
-    )  # fmt: skip
-    loggers = property(lambda self: self._loggers, doc="The given loggers, or Lightning's default one.")
-    logger = property(lambda self: next(iter(self._loggers), None), doc="The first of :attr:`loggers`, or ``None``.")
     model = lightning_module = property(lambda self: original(self._module), doc="The module.")
     datamodule = property(lambda self: original(self._datamodule), doc="The data module, or ``None``.")
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The given callbacks and Lightning's default ones, in a run and after it also those of the module. Between runs they may be exchanged, and
+        others appended; those of a run are fixed."""
+        both = self._objects.callbacks
+        if not isinstance(self._run, BeforeRun):
+            both = self._objects.with_those_of_module(self._run)
+        return RunCallbacks(both) if self._in_run or both is not self._objects.callbacks else both
+
+    @callbacks.setter
+    def callbacks(self, callbacks: Sequence[Any] | None) -> None:
+        self._refuse_in_run("callbacks")
+        self._objects.callbacks = [] if callbacks is None else list(callbacks)
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The given loggers, or Lightning's default one. They may be exchanged between runs."""
+        return self._objects.loggers
+
+    @loggers.setter
+    def loggers(self, loggers: Sequence[Any] | None) -> None:
+        self._refuse_in_run("loggers")
+        self._objects.loggers = checked_loggers(loggers or [])
+
+    @property
+    def logger(self) -> Any:
+        """The first of :attr:`loggers`, or ``None``. Setting it replaces all."""
+        return next(iter(self.loggers), None)
+
+    @logger.setter
+    def logger(self, logger: Any) -> None:
+        self.loggers = [logger] if logger else []
+
+    def _refuse_in_run(self, name: str) -> None:
+        if self._in_run:
+            raise RuntimeError(f"trainer.{name} cannot be set in a run, whose {name} are fixed: set them before it begins")
+
+    @property
+    def _in_run(self) -> bool:
+        return self._module is not None and bool(self._module.attached)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """The callbacks that save checkpoints, also those that ``fast_dev_run`` leaves out of a run."""
+        return [callback for callback in self.callbacks if is_of(callback, "Checkpoint")]
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        return [callback for callback in self.callbacks if is_of(callback, "EarlyStopping")]
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """The first callback that shows the progress, also if it is switched off, or ``None``."""
+        return next((callback for callback in self.callbacks if is_of(callback, "ProgressBar")), None)
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The maximum number of epochs; -1 if unlimited. Before a training the argument, which may be ``None``."""
+        return self._arguments["max_epochs"] if self._trained is None and not self.fast_dev_run else super().max_epochs
+
+    @property
+    def min_epochs(self) -> int | None:
+        """The argument; without it, before a training ``None``, and then 1 if there is a ``min_steps``, else 0."""
+        epochs: int | None = self._arguments["min_epochs"]
+        return epochs if epochs is not None or self._trained is None else int(self.min_steps is not None)
 
     @property
     def default_root_dir(self) -> str:
@@ -294,29 +365,9 @@ class Trainer(TrainerView):
 
     @property
     def _stage(self) -> str:
-        return super()._stage if self._module is not None and self._module.attached else ""
+        return super()._stage if self._in_run else ""
 
     @property
     def state(self) -> Any:
         state = super().state
         return state if self._stage or state.stopped else replace(state, status=TrainerStatus.FINISHED if state.fn else TrainerStatus.INITIALIZING)
-
-
-def with_those_of_module(callbacks: list[Any], run: Run) -> list[Any]:
-    """Add the callbacks of the run's module to the trainer's; they replace those of the same classes. Those that save checkpoints come last."""
-    of_settings = {id(original(callback)) for callback in run.settings.callbacks}
-    of_module = [original(callback) for callback in run.callbacks if id(original(callback)) not in of_settings]
-    kinds = {type(callback) for callback in of_module}
-    both = [*(callback for callback in callbacks if type(callback) not in kinds), *of_module]
-    return sorted(both, key=lambda callback: getattr(callback, "is_checkpoint", False)) if of_module else callbacks
-
-
-def _logger(logger: Any) -> Any:
-    """The logger to pass to ``Fit``: the one inside a wrapper, one of ours as it is, any other object adapted."""
-    if isinstance(logger, (WrappedLogger, FileLogger)):
-        return logger.ours
-    if isinstance(logger, Logger):
-        return logger
-    adapted = AdaptedLogger(logger)
-    adapted.stands_for = logger
-    return adapted

@@ -43,6 +43,22 @@ class TrainerState:
         return self.status in ("finished", "interrupted")
 
 
+class RunCallbacks(list[Any]):
+    """The callbacks of a run. They are fixed, so changing this list is an error."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            "trainer.callbacks: the callbacks of a run are fixed: give them to the Trainer, return them from configure_callbacks, or change "
+            "trainer.callbacks before fit"
+        )
+
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return list, (list(self),)  # a copy or a pickle of it is a plain list
+
+
 class AcceleratorConnector:
     """The devices that a trainer uses, as a replacement for Lightning's private object of this name, which published packages read.
 
@@ -146,13 +162,16 @@ class StrategyView:
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks. ``name`` is not used."""
+        self._run.check_all_evaluate("barrier()")
         self._engine.wait_for_everyone()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the ``obj`` of rank ``src`` on every rank, with its tensors on the CPU; all ranks must call this."""
+        self._run.check_all_evaluate("broadcast()")
         return broadcast_object(self._engine.group, obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or with ``all=False`` any rank, passed a true ``decision``; all ranks must call this."""
+        self._run.check_all_evaluate("reduce_boolean_decision()")
         votes = int(self._engine.reduce(torch.tensor(int(decision), device=self.root_device)))
         return votes == self.world_size if all else votes > 0

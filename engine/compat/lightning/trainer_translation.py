@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ _DEFAULTS = {
     "ModelSummary": named.ModelSummary,
     "Checkpoint": named.ModelCheckpoint,
 }
-_MARKS = {"ProgressBar": "shows_progress", "Checkpoint": "is_checkpoint"}
+_MARKS = {"ProgressBar": "shows_progress", "Checkpoint": "is_checkpoint", "EarlyStopping": "is_early_stopping"}
 """Kind of callback -> the attribute that is true for callbacks of this kind."""
 
 
@@ -86,7 +86,16 @@ def _loggers(arguments: Mapping[str, Any]) -> list[Any]:
     if value is None or value is True:
         has_tensorboard = any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX")))
         return [(TensorBoardLogger if has_tensorboard else CSVLogger)(arguments["default_root_dir"] or os.getcwd())]
-    loggers = list(value) if isinstance(value, (list, tuple, set)) else [value]
+    return checked_loggers(list(value) if isinstance(value, (list, tuple, set)) else [value])
+
+
+def checked_loggers(loggers: Iterable[Any]) -> list[Any]:
+    """``loggers`` as a list.
+
+    Raises:
+        TypeError: one of them is not a logger.
+    """
+    loggers = list(loggers)
     for entry in loggers:
         if not hasattr(entry, "log_metrics"):
             raise wrong_type(
@@ -99,7 +108,7 @@ def _callbacks(arguments: Mapping[str, Any], settings: dict[str, Any]) -> list[A
     """The user's and Lightning's default callbacks; a schedule of accumulation windows among them goes into ``settings``."""
     value, bare = arguments["callbacks"], arguments["barebones"]
     callbacks = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-    kinds = {kind for kind in _DEFAULTS if any(_is_of(callback, kind) for callback in callbacks)}
+    kinds = {kind for kind in _DEFAULTS if any(is_of(callback, kind) for callback in callbacks)}
     config.check_callbacks(arguments, kinds)
     for name, kind in config.DEFAULT_CALLBACKS.items():
         if kind not in kinds and arguments[name] is not False and not bare:
@@ -110,11 +119,12 @@ def _callbacks(arguments: Mapping[str, Any], settings: dict[str, Any]) -> list[A
         if arguments["accumulate_grad_batches"] != 1:
             raise ValueError("accumulate_grad_batches and a GradientAccumulationScheduler were given: leave one out")
         settings["accumulate_grad_batches"] = scheduler.scheduling
-    return sorted(callbacks, key=lambda callback: _is_of(callback, "Checkpoint"))
+    return sorted(callbacks, key=lambda callback: is_of(callback, "Checkpoint"))
 
 
-def _is_of(callback: Any, kind: str) -> bool:
-    """Whether a callback (ours, under our name or Lightning's, or one of the installed Lightning) is of a kind of :data:`_DEFAULTS`."""
+def is_of(callback: Any, kind: str) -> bool:
+    """Whether a callback (ours, under our name or Lightning's, or one of the installed Lightning) is of a kind of :data:`_DEFAULTS`, or an
+    ``"EarlyStopping"``."""
     is_marked = (
         isinstance(callback, own.ModelSummary) if kind == "ModelSummary" else getattr(callback, _MARKS[kind], False)
     )

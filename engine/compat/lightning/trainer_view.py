@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 import engine.callbacks as own
+from engine.compat.lightning.arguments import TRAINER
 from engine.compat.lightning.before_run import BeforeRun
 from engine.compat.lightning.callback_log import let_log
 from engine.compat.lightning.events import RunningStage, TrainerFn, TrainerStatus, original
@@ -16,7 +17,13 @@ from engine.compat.lightning.logged_values import Values, latest_shown, latest_v
 from engine.compat.lightning.loop_view import EvaluationLoopView, FitLoopView
 from engine.compat.lightning.names import OF_RUN, VIEW
 from engine.compat.lightning.rank_loaders import loaders_as_given
-from engine.compat.lightning.trainer_parts import AcceleratorConnector, ProfilerView, StrategyView, TrainerState
+from engine.compat.lightning.trainer_parts import (
+    AcceleratorConnector,
+    ProfilerView,
+    RunCallbacks,
+    StrategyView,
+    TrainerState,
+)
 from engine.config.duration import NEVER
 from engine.loop.run import Run
 from engine.loop.state import status_of
@@ -47,6 +54,10 @@ class TrainerView:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in VIEW:
             raise AttributeError(f"trainer.{name} cannot be set, because nothing would read it: {VIEW[name]}")
+        attribute = getattr(type(self), name, None)
+        if isinstance(attribute, property) and attribute.fset is None:
+            where = f"give Trainer({name}=...)" if name in TRAINER else "it follows from the run"
+            raise AttributeError(f"trainer.{name} cannot be set: {where}")
         super().__setattr__(name, value)
 
     run = property(lambda self: self._run, doc="The :class:`engine.Run`.")
@@ -69,8 +80,8 @@ class TrainerView:
         return int(self._run.step)
 
     @property
-    def max_epochs(self) -> int:
-        """The maximum number of epochs; -1 if unlimited."""
+    def max_epochs(self) -> int | None:
+        """The maximum number of epochs; -1 if unlimited, ``None`` in a ``Trainer`` that was given none and has not trained."""
         return -1 if self._run.max_epochs is None else int(self._run.max_epochs)
 
     @property
@@ -105,9 +116,12 @@ class TrainerView:
         Raises:
             ValueError: the training loader has no length, and there is no ``max_steps``.
         """
-        steps = self._run.total_steps
-        if steps is not None:
-            return int(steps)
+        control, loaders = self._run.control, self._run.loaders
+        if self._run.stage in ("fit", "sanity"):
+            # In manual optimization Lightning gives the smaller one of the batches and max_steps, however many steps a batch has.
+            steps = loaders.total_steps(control.max_epochs, control.max_steps, control.max_length)
+            if steps is not None:
+                return int(steps)
         if self._run.max_epochs is None:
             return math.inf
         raise ValueError(
@@ -172,9 +186,21 @@ class TrainerView:
         lambda self: _limit(self, "limit_predict_batches"), doc="``Fit``'s setting; 1.0: all."
     )
     overfit_batches = property(lambda self: self._run.settings.overfit_batches, doc="``Fit``'s setting.")
-    fast_dev_run = property(lambda self: self._run.settings.fast_dev_run, doc="``Fit``'s setting.")
+
+    @property
+    def fast_dev_run(self) -> int | bool:
+        """The setting ``fast_dev_run`` of ``Fit``; ``True`` for one batch."""
+        batches: int | bool = self._run.settings.fast_dev_run
+        return True if batches == 1 else batches
+
     log_every_n_steps = property(lambda self: self._run.settings.log_every_n_steps, doc="``Fit``'s setting.")
-    num_sanity_val_steps = property(lambda self: self._run.settings.num_sanity_val_steps, doc="``Fit``'s setting.")
+
+    @property
+    def num_sanity_val_steps(self) -> int | float:
+        """The setting ``num_sanity_val_steps`` of ``Fit``; infinite for all batches."""
+        steps: int = self._run.settings.num_sanity_val_steps
+        return math.inf if steps < 0 else steps
+
     gradient_clip_val = property(lambda self: self._run.settings.gradient_clip_val, doc="``Fit``'s setting.")
     gradient_clip_algorithm = property(
         lambda self: self._run.settings.gradient_clip_algorithm, doc="``Fit``'s setting."
@@ -344,7 +370,7 @@ class TrainerView:
         lambda self: loaders_as_given(self._run, "predict"), doc="The prediction loaders; see :func:`loaders_as_given`."
     )
     callbacks = property(
-        lambda self: [original(callback) for callback in self._run.callbacks],
+        lambda self: RunCallbacks(original(callback) for callback in self._run.callbacks),
         doc="The run's callbacks, in their order.",
     )
     loggers = property(lambda self: self._run.loggers, doc="The loggers among the callbacks.")
@@ -440,7 +466,7 @@ class TrainerView:
         return path
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print``, on rank 0 only."""
+        """Call ``print`` on rank 0 only."""
         if self.is_global_zero:
             print(*args, **kwargs)
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import inspect
 import logging
 import os
-import warnings
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, NotRequired, Required, TypeAlias, TypedDict
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp as ReduceOp
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from engine.compat.accelerate.utils.memory import is_out_of_memory as is_oom_error  # noqa: F401
 from engine.compat.accelerate.utils.memory import release_memory as garbage_collection_cuda  # noqa: F401
@@ -23,9 +27,10 @@ from engine.compat.lightning.callbacks import ModelSummary as ModelSummary
 from engine.compat.lightning.events import RunningStage as RunningStage
 from engine.compat.lightning.events import TrainerFn as TrainerFn
 from engine.compat.lightning.events import TrainerStatus as TrainerStatus
+from engine.compat.lightning.hyperparameters import load_hparams_from_yaml as load_hparams_from_yaml
+from engine.compat.lightning.hyperparameters import save_hparams_to_yaml as save_hparams_to_yaml
 from engine.compat.lightning.pickled_checkpoint import load as _load  # noqa: F401
 from engine.compat.lightning.plugins import CheckpointIO as CheckpointIO
-from engine.compat.lightning.searches import Tuner as Tuner
 from engine.compat.refusals import refused_class
 from engine.config.hyperparameters import HParams as AttributeDict  # noqa: F401
 from engine.data.combined import CombinedLoader as CombinedLoader
@@ -39,20 +44,53 @@ from engine.utils.seed import isolated as isolate_rng  # noqa: F401
 from engine.utils.seed import seed_everything as seed_all
 from engine.utils.tree import move as move_data_to_device  # noqa: F401
 
-STEP_OUTPUT = EPOCH_OUTPUT = TRAIN_DATALOADERS = EVAL_DATALOADERS = OptimizerLRScheduler = LRSchedulerTypeUnion = Any
-_METRIC = _EVALUATE_OUTPUT = _PREDICT_OUTPUT = _OUT_DICT = _PATH = _MAP_LOCATION_TYPE = LRSchedulerPLType = Any
-OptimizerConfig = OptimizerLRSchedulerConfig = LRSchedulerConfigType = Any
+STEP_OUTPUT = EPOCH_OUTPUT = TRAIN_DATALOADERS = EVAL_DATALOADERS = OptimizerLRScheduler = Any
+_METRIC = _EVALUATE_OUTPUT = _PREDICT_OUTPUT = _OUT_DICT = _MAP_LOCATION_TYPE = Any
+LRSchedulerTypeUnion: TypeAlias = LRScheduler | ReduceLROnPlateau
+LRSchedulerPLType = LRSchedulerTypeUnion
+LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
+LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
+_PATH = str | Path
 MisconfigurationException = ValueError
 CUDAAccelerator = refused_class("CUDAAccelerator", "give Trainer(accelerator='cuda')")
 CUDAAccelerator.is_available = staticmethod(lambda: present_accelerator() == "cuda")
+
+
+class LRSchedulerConfigType(TypedDict, total=False):
+    """The dict of a scheduler that ``configure_optimizers`` returns."""
+
+    scheduler: Required[LRSchedulerTypeUnion]
+    name: str | None
+    interval: str
+    frequency: int
+    reduce_on_plateau: bool
+    monitor: str | None
+    strict: bool
+
+
+class OptimizerConfig(TypedDict):
+    """The dict of an optimizer alone."""
+
+    optimizer: Optimizer
+
+
+class OptimizerLRSchedulerConfig(TypedDict):
+    """The dict of an optimizer and its scheduler."""
+
+    optimizer: Optimizer
+    lr_scheduler: LRSchedulerTypeUnion | LRSchedulerConfigType
+    monitor: NotRequired[str]
 
 
 GradClipAlgorithmType = StrEnum("GradClipAlgorithmType", {"VALUE": "value", "NORM": "norm"})
 
 
 def seed_everything(value: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Call :func:`engine.seed_everything`; ``None`` means the variable ``PL_GLOBAL_SEED``, or 0. ``workers`` is ignored: they are always seeded."""
-    return seed_all(int(os.environ.get("PL_GLOBAL_SEED", 0)) if value is None else value)
+    """Call :func:`engine.seed_everything`; ``None`` means the variable ``PL_GLOBAL_SEED``, which this function sets, or 0. ``workers`` is ignored:
+    they are always seeded."""
+    seed = seed_all(int(os.environ.get("PL_GLOBAL_SEED", 0)) if value is None else value)
+    os.environ["PL_GLOBAL_SEED"] = str(seed)
+    return seed
 
 
 class RankZeroOnly:
@@ -89,7 +127,7 @@ tell_lightning_utilities(own_rank())
 TorchCheckpointIO = CheckpointIO
 _logger = logging.getLogger("engine.interop.lightning")
 rank_zero_info, rank_zero_debug = rank_zero_only(_logger.info), rank_zero_only(_logger.debug)
-rank_zero_warn = rank_zero_deprecation = rank_zero_only(functools.partial(warnings.warn, stacklevel=3))
+rank_zero_warn = rank_zero_deprecation = rank_zero_only(functools.partial(warn, stacklevel=3))
 
 
 def is_overridden(method_name: str, instance: Any, parent: type | None = None) -> bool:
@@ -113,3 +151,8 @@ def get_init_args(frame: Any) -> dict[str, Any]:
     """The arguments of the ``__init__`` that runs in ``frame``."""
     names, _, keywords_name, values = inspect.getargvalues(frame)
     return {name: values[name] for name in names[1:]} | (values[keywords_name] if keywords_name else {})
+
+
+def get_filesystem(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+    """The fsspec file system of a path or URL; ``kwargs`` are its options."""
+    return importlib.import_module("fsspec").url_to_fs(str(path), **kwargs)[0]

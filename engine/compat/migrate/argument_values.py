@@ -38,7 +38,7 @@ def literals(call: ast.Call, parameters: Signature) -> dict[str, Any]:
 
 
 def trainer_arguments(call: ast.Call, parameters: Signature) -> str:
-    """Why ``engine.interop.lightning.Trainer`` would reject the literal arguments of a call; empty if it accepts them."""
+    """The reason why ``engine.interop.lightning.Trainer`` would reject the literal arguments of a call; empty if it accepts them."""
     arguments = {name: parameter.default for name, parameter in parameters.parameters.items()}
     arguments |= {name: value for name, value in literals(call, Signature()).items() if name in arguments}
     # Callbacks and loggers are objects, which are not created here.
@@ -52,7 +52,7 @@ def trainer_arguments(call: ast.Call, parameters: Signature) -> str:
 
 
 def log_options(call: ast.Call, parameters: Signature) -> str:
-    """Why a run would reject the literal options of a call of ``log`` or ``log_dict``; empty if it accepts them."""
+    """The reason why a run would reject the literal options of a call of ``log`` or ``log_dict``; empty if it accepts them."""
     values = literals(call, parameters)
     options = {name: values[name] for name in LogArguments._fields if name in values and name != "sync_dist_group"}
     try:
@@ -63,7 +63,8 @@ def log_options(call: ast.Call, parameters: Signature) -> str:
 
 
 def constructor(call: ast.Call, classes: Sequence[Any]) -> str:
-    """Why none of the callback classes ``classes`` accepts the arguments of the call; empty if one does, or if an argument is not a literal.
+    """The reason why none of the callback classes ``classes`` accepts the arguments of the call; empty if one does, or if an argument is not a
+    literal.
 
     ``classes`` are stand-ins. The real classes are imported, ours first, and the next only if the one before rejects the values: the callbacks
     that most projects use (checkpoints, early stopping, progress bars, learning rates) do not import torch.

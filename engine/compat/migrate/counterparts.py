@@ -21,14 +21,6 @@ INTEROP_PACKAGES = {
     **dict.fromkeys(("lightning", "fabric"), "engine.interop.lightning"),
     "accelerate": "engine.interop.accelerate",
 }
-_DOORS = {
-    "lightning.fabric": "engine.interop.lightning.fabric",
-    "lightning_fabric": "engine.interop.lightning.fabric",
-    "lightning": "engine.interop.lightning",
-    "pytorch_lightning": "engine.interop.lightning",
-    "accelerate": "engine.interop.accelerate",
-}
-"""Packages of the libraries -> those that replace them in an import; the first match counts."""
 _INTEROP_OF = INTEROP_PACKAGES | {"fabric": "engine.interop.lightning.fabric"}
 RENAMED = lightning.RENAMED | accelerate.RENAMED
 """The libraries' names of classes and functions -> the names in ``engine``."""
@@ -107,14 +99,12 @@ def is_package(api: Api) -> bool:
 
 @functools.cache
 def failed_import(package: str, name: str = "") -> str:
-    """Why ``from package import name``, or ``import package`` without a ``name``, fails once it names ``engine.interop``, and what to do.
+    """Say why ``from package import name``, or ``import package`` without a ``name``, fails once it names ``engine.interop``, and what to do.
 
     An empty string if it works, or if the package is none of the libraries'.
     """
-    door = next(
-        (path + package[len(root) :] for root, path in _DOORS.items() if f"{package}.".startswith(f"{root}.")), ""
-    )
-    if not door or is_importable(door, name):
+    door = peers.door_of(package)
+    if not door or peers.is_importable(door, name):
         return ""
     api = library_name(f"{package}.{name}".rstrip("."))
     assert api is not None
@@ -122,19 +112,8 @@ def failed_import(package: str, name: str = "") -> str:
     if value is not None and "." in path.removeprefix(INTEROP_PACKAGES[api.library]):
         return f"{path} has it" if name else f"import from {path.rpartition('.')[0]}"
     match = counterpart(api)
-    missing = f"{door} has no {name!r}" if name and is_importable(door) else f"there is no module {door}"
+    missing = f"{door} has no {name!r}" if name and peers.is_importable(door) else f"there is no module {door}"
     return f"{missing}: {match.sentence}" if match.sentence.partition(" ")[0] != missing.partition(" ")[0] else missing
-
-
-def is_importable(door: str, name: str = "") -> bool:
-    """Whether the module ``door`` of ``engine.interop`` exists, and has ``name``, if one is given, as an attribute or as a module in it."""
-    owner = module(door)
-    if not name or name == "*":
-        return owner is not None or peers.has_module(door)
-    if owner is not None and getattr(owner, name, None) is not None:
-        return True
-    inner = f"{door}.{name}"
-    return module(inner) is not None or peers.has_module(inner) or peers.find(door, name) is not None
 
 
 def find_in_engine(api: Api) -> tuple[Any, str]:

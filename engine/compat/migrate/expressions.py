@@ -19,6 +19,7 @@ from engine.compat.migrate.imports import (
     Names,
     first_argument,
     imported_from,
+    imports_alone_that_work,
     library_name,
 )
 from engine.compat.migrate.known_objects import (
@@ -403,8 +404,11 @@ class Walker(ast.NodeVisitor):
         self._attribute_may_fail |= bool(caught & {"AttributeError", "Exception", "BaseException"})
         for statement in node.body:
             self.visit(statement)
+        self._import_may_fail = outer or imports_alone_that_work(node, self.source)
+        for handler in node.handlers:
+            self.visit(handler)
         self._import_may_fail = outer
-        for part in (*node.handlers, *node.orelse):
+        for part in node.orelse:
             self.visit(part)
         self._attribute_may_fail = outer_attributes
         for statement in node.finalbody:

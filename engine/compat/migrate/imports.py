@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
+from engine.compat.migrate import peers
 from engine.compat.migrate.sources import Source
 from engine.compat.transformers.names import HEIRS, SUFFIXES, sentence_for
 
@@ -245,7 +246,7 @@ class Names:
 
     def _table(self, source: Source) -> tuple[dict[str, ast.expr | str | ClassInfo], list[str]]:
         """The module-level names of ``source`` with their imports, aliases or classes, and the modules of its star imports."""
-        table: dict[str, ast.expr | str | ClassInfo] = {}
+        table: dict[str, ast.expr | str | ClassInfo] = _imports_that_work(source)
         stars: list[str] = []
         for node in ast.walk(source.tree):  # imports in functions too: a name has one meaning in nearly every file
             if isinstance(node, ast.Import):
@@ -383,6 +384,43 @@ def imported_from(node: ast.ImportFrom, source: Source) -> str:
     parts = source.module.split(".")
     parts = parts[: len(parts) - node.level + (1 if source.is_package else 0)]
     return ".".join([*parts, *filter(None, [node.module])])
+
+
+def _imports_that_work(source: Source) -> dict[str, ast.expr | str | ClassInfo]:
+    """The names of ``from ... import`` in the handlers of a ``try`` whose own import of the name fails, as for a name of another release."""
+    working: dict[str, ast.expr | str | ClassInfo] = {}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Try):
+            tried = _imported_names(node.body, source)
+            for name, (module, last) in _imported_names(
+                (statement for handler in node.handlers for statement in handler.body), source
+            ).items():
+                if name in tried and _fails(*tried[name]) and not _fails(module, last):
+                    working[name] = f"{module}.{last}"
+    return working
+
+
+def imports_alone_that_work(node: ast.Try, source: Source) -> bool:
+    """Whether a ``try`` only imports names of the libraries, and all these imports work, so that its handlers do not run."""
+    return all(isinstance(statement, ast.ImportFrom) for statement in node.body) and all(
+        peers.door_of(module) and not _fails(module, name)
+        for module, name in _imported_names(node.body, source).values()
+    )
+
+
+def _imported_names(body: Iterable[ast.stmt], source: Source) -> dict[str, tuple[str, str]]:
+    """By local name: the module and the name that ``from ... import`` statements in ``body`` read."""
+    return {
+        alias.asname or alias.name: (imported_from(statement, source), alias.name)
+        for statement in body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+
+
+def _fails(module: str, name: str) -> bool:
+    door = peers.door_of(module)
+    return bool(door) and not peers.is_importable(door, name)
 
 
 def _is_lightning(dotted: str) -> bool:

@@ -97,7 +97,6 @@ _PRIVATE = dict.fromkeys(
     (
         *(
             "_hparams",
-            "_set_hparams",
             "_to_hparams_dict",
             "_log_hyperparams",
             "_strict_loading",

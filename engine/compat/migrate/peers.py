@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
-from engine.compat.accelerate import names as accelerate
-from engine.compat.lightning import names as lightning
-from engine.compat.peer_names import PeerName, PeerNames
+from engine.compat.accelerate.door import DOOR as ACCELERATE
+from engine.compat.door import Door
+from engine.compat.lightning.door import DOOR as LIGHTNING
+from engine.compat.migrate.stand_ins import module
+from engine.compat.peer_names import PeerName
 
-_COMPAT = Path(__file__).resolve().parents[1]
-_LIGHTNING, _ACCELERATE = "engine.interop.lightning", "engine.interop.accelerate"
-_PEERS = {
-    _LIGHTNING: PeerNames("lightning", _COMPAT / "lightning" / "public_names.json"),
-    _ACCELERATE: PeerNames("accelerate", _COMPAT / "accelerate" / "public_names.json"),
+DOORS = {
+    "lightning.fabric": "engine.interop.lightning.fabric",
+    "lightning_fabric": "engine.interop.lightning.fabric",
+    "lightning": "engine.interop.lightning",
+    "pytorch_lightning": "engine.interop.lightning",
+    "accelerate": "engine.interop.accelerate",
 }
-_BY_NAME = {_LIGHTNING: lightning.CLASSES, _ACCELERATE: accelerate.FUNCTIONS}
-_BY_PLACE = {_LIGHTNING: lightning.PLACES, _ACCELERATE: accelerate.PLACES}
+"""Packages of the libraries -> those that replace them in an import; the first match counts."""
 REFUSED = ("class", "function", "object")
 """Kinds of names whose stand-ins raise an error when they are used; others have the value that they have there."""
 
@@ -28,30 +29,33 @@ def has_module(path: str) -> bool:
 
 def find(path: str, name: str) -> PeerName | None:
     """The name in the other trainer's module that the module ``path`` of ``engine.interop`` stands for; ``None`` if there is none."""
-    for peers, place in _places(path):
-        if (peer_name := peers.find(place, name)) is not None:
-            return peer_name
-    return None
+    names = (door.names.find(place, name) for door, place in _places(path))
+    return next(filter(None, names), None)
 
 
 def advice(path: str, name: PeerName) -> str:
     """Say what to use instead of a name that is found in the module ``path`` of ``engine.interop``."""
-    package = _package(path)
-    places = (place for place in _BY_PLACE[package] if f"{name.module}.".startswith(place))
-    return _BY_NAME[package].get(name.name) or _BY_PLACE[package][max(places, key=len)]
+    door, _ = next(_places(path))
+    return door.advice(name)
 
 
-def _package(path: str) -> str:
-    return _ACCELERATE if f"{path}.".startswith(f"{_ACCELERATE}.") else _LIGHTNING
+def door_of(package: str) -> str:
+    """The module of ``engine.interop`` that replaces a module of the libraries in an import; empty for other modules."""
+    roots = (root for root in DOORS if f"{package}.".startswith(f"{root}."))
+    return next((DOORS[root] + package[len(root) :] for root in roots), "")
 
 
-def _places(path: str) -> Iterator[tuple[PeerNames, str]]:
-    """The other trainer's modules that ``path`` may stand for: ``lightning.pytorch``'s modules stand directly in our package, too."""
-    package = _package(path)
-    inner = path.removeprefix(package).lstrip(".")
-    places = [inner]
-    if package == _LIGHTNING:
-        places = [*(("pytorch", "") if inner in ("pytorch", "") else (f"pytorch.{inner}", inner))]
-    for place in places:
-        if place in _PEERS[package].modules:
-            yield _PEERS[package], place
+def is_importable(door: str, name: str = "") -> bool:
+    """Whether the module ``door`` of ``engine.interop`` exists, and has ``name``, if one is given, as an attribute or as a module in it."""
+    owner = module(door)
+    if not name or name == "*":
+        return owner is not None or has_module(door)
+    if owner is not None and getattr(owner, name, None) is not None:
+        return True
+    inner = f"{door}.{name}"
+    return module(inner) is not None or has_module(inner) or find(door, name) is not None
+
+
+def _places(path: str) -> Iterator[tuple[Door, str]]:
+    """The door of ``path``, and the other trainer's modules that it stands for."""
+    return ((door, place) for door in (LIGHTNING, ACCELERATE) for place in door.places(path))

@@ -119,7 +119,7 @@ _BASES = ("TrainModule", "DataModule", "Callback")
 
 
 def misfit(node: ast.FunctionDef | ast.AsyncFunctionDef, owner: str, cls: type, call: Signature) -> str:
-    """Why a method of the user's class ``owner`` cannot be called as our class ``cls`` calls its own, with the parameters ``call``.
+    """The reason why a method of the user's class ``owner`` cannot be called as our class ``cls`` calls its own, with the parameters ``call``.
 
     An empty string if it can. Where a run checks the method itself, the answer is the run's error.
     """

@@ -32,7 +32,7 @@ _LINE_END = re.compile(r"\r\n|\r|\n")
 
 @dataclass(frozen=True, eq=False)  # a key of mappings: the hash of all cells for each use is quadratic
 class Source:
-    """One file.
+    """One source file or notebook, parsed.
 
     ``module``: its dotted name, from its outermost package on. ``above``: the folders between the given path and that package; they belong
     to the name too if they are namespace packages. ``cells``: for a notebook, the number of each code cell and its first line in ``tree``.

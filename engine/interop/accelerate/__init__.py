@@ -25,6 +25,7 @@ from engine.compat.accelerate.launchers import notebook_launcher as notebook_lau
 from engine.compat.accelerate.state import AcceleratorState as AcceleratorState
 from engine.compat.accelerate.state import GradientState as GradientState
 from engine.compat.accelerate.state import PartialState as PartialState
+from engine.compat.accelerate.utils.modeling import load_checkpoint_in_model as load_checkpoint_in_model
 from engine.interop import moved
 from engine.interop.accelerate import utils as utils
 

@@ -14,6 +14,7 @@ from engine.compat.lightning import loggers as loggers
 from engine.compat.lightning import module as core  # noqa: F401
 from engine.compat.lightning import strategies as strategies
 from engine.compat.lightning import trainer as trainer
+from engine.compat.lightning import tuner as tuner
 from engine.compat.lightning import utilities as utilities
 from engine.compat.lightning.adapters import adapt as adapt
 from engine.compat.lightning.callback import Callback as Callback
@@ -28,7 +29,7 @@ from engine.interop import moved
 
 pytorch = sys.modules[__name__]
 profilers = serve = callbacks
-tuner = accelerators = loops = plugins = utilities
+accelerators = loops = plugins = utilities
 moved(__name__, "engine.compat.lightning")
 sys.meta_path.append(_door)
 _door.complete(pytorch, "pytorch", "")

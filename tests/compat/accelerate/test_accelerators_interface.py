@@ -82,6 +82,63 @@ def test_variables_of_its_launcher_are_read(monkeypatch: pytest.MonkeyPatch) -> 
     assert (found["precision"], found["accumulate_grad_batches"]) == ("bf16-mixed", 3)
 
 
+def test_plugins_without_values_have_those_of_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without, a script that gives ``ParallelismConfig()`` to be configured by its launcher trains another strategy."""
+    env = {
+        "PARALLELISM_CONFIG_TP_SIZE": "2",
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4",
+        "ACCELERATE_DYNAMO_BACKEND": "eager",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "True",
+    }
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    for ours, expected in (
+        (u.ParallelismConfig(), theirs.ParallelismConfig()),
+        (u.ParallelismConfig(tp_size=1), theirs.ParallelismConfig(tp_size=1)),
+    ):
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
+            assert getattr(ours, name) == getattr(expected, name)
+    assert u.TorchDynamoPlugin().to_kwargs() == {"backend": "eager", "fullgraph": "True"}
+    mesh = settings(monkeypatch, {}, parallelism_config=u.ParallelismConfig(), dynamo_plugin=u.TorchDynamoPlugin())
+    assert mesh["strategy"] == {"name": "mesh", "tp": 2, "dp_replicate": 1, "dp_shard": 4}
+    compiled = {"backend": "eager", "dynamic": False}
+    whole = {**compiled, "fullgraph": True}
+    assert mesh["compile"] == settings()["compile"] == whole
+    assert settings(dynamo_plugin=u.TorchDynamoPlugin(fullgraph=False))["compile"] == compiled
+    assert settings(dynamo_backend="aot_eager")["compile"] == {**whole, "backend": "aot_eager"}
+    with pytest.raises(ValueError, match="tp_size must be at least 1, but got 0"):
+        u.ParallelismConfig(tp_size=0)
+
+
+def test_the_variable_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    PartialState._reset_state()
+    for name in ("cuda:3", "xpu", "cpu:64"):
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", name)
+        with pytest.raises(ValueError, match=f"ACCELERATE_TORCH_DEVICE={name}"):
+            PartialState(cpu=True)
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+    assert PartialState().device.type == "cpu"
+
+
+def test_where_a_window_ends_cannot_be_set() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(AttributeError, match=r"accumulate\(model\) decides"):
+        accelerator.sync_gradients = False
+    assert accelerator.sync_gradients is True
+
+
+def test_helpers_for_trees_and_variables() -> None:
+    tree = [1, "a", {"x": torch.ones(2, dtype=torch.bfloat16)}]
+    assert (u.find_device(tree), u.find_device([1, "a"])) == (torch.device("cpu"), None)
+    assert u.listify(tree) == theirs.utils.operations.listify(tree) == [1, "a", {"x": [1.0, 1.0]}]
+    assert u.operations.convert_outputs_to_fp32(lambda: tree)()[2]["x"].dtype == torch.float32
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    with pytest.warns(u.operations.CannotPadNestedTensorWarning, match="nested"):
+        assert u.pad_across_processes(nested) is nested
+    with pytest.warns(UserWarning, match="B=< is left out"):
+        assert u.convert_dict_to_env_variables({"A": "1", "B": "<"}) == ["A=1\n"]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -130,6 +187,33 @@ def test_attributes() -> None:
     assert again.gradient_state.num_steps == 2  # as it was made
     with pytest.raises(ValueError, match="rules='fast' is unknown"):
         Accelerator(cpu=True, rules="fast")
+
+
+@pytest.mark.parametrize("rules", ["exact", "accelerate"])
+def test_prepared_objects_are_those_of_the_accelerator(rules: Any) -> None:
+    accelerator, model = Accelerator(cpu=True, rules=rules), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    prepared = accelerator.prepare(model, optimizer, scheduler, torch.utils.data.DataLoader([1, 2]), [3])
+    lists = (accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders)
+    for item, items in zip(prepared, lists, strict=False):
+        assert len(items) == 1
+        assert items[0] is item is accelerator.prepare(item)
+        assert item._is_accelerate_prepared
+    accelerator.free_memory()
+    assert not accelerator._models
+    assert not accelerator._optimizers
+    assert not accelerator._dataloaders
+
+
+@pytest.mark.parametrize("rules", ["exact", "accelerate"])
+def test_scripts_that_accumulate_without_the_block(rules: Any) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, rules=rules)
+    model: Any = torch.nn.Linear(1, 1, bias=False)
+    model = accelerator.prepare(model)
+    for value in (2.0, 4.0):
+        accelerator.backward(model(torch.full((3, 1), value)).mean())
+    assert model.weight.grad.item() == (2.0 + 4.0) / 2  # Accelerate's backward divides
 
 
 def test_scaler_settings() -> None:
@@ -235,8 +319,6 @@ def test_loaders_that_skip() -> None:
     assert ([*skipping], len(skipping), skipping.total_length) == ([[4, 5], [6]], 2, 4)
     loader = accelerate.data_loader.SkipDataLoader(range(7), skip_batches=1, batch_size=3)
     assert ([batch.tolist() for batch in loader], len(loader)) == ([[3, 4, 5], [6]], 2)
-    with pytest.raises(ValueError, match="use_stateful_dataloader=True"):
-        accelerate.data_loader.SkipDataLoader(range(7), use_stateful_dataloader=True)
 
 
 def test_the_dimensions_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,6 +398,9 @@ def test_helpers_for_files_and_models(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
     assert u.extract_model_from_parallel(Accelerator(cpu=True).prepare(model), recursive=True) is model
     assert u.extract_model_from_parallel(torch.nn.DataParallel(model)) is model
+    model._original_forward, model.forward = model.forward, u.convert_outputs_to_fp32(model.forward)
+    assert "forward" in vars(u.extract_model_from_parallel(model))
+    assert pickle.loads(pickle.dumps(u.extract_model_from_parallel(model, keep_fp32_wrapper=False)))(torch.ones(1, 1))
     u.wait_for_everyone()
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
 from engine.interop.accelerate import Accelerator, skip_first_batches
-from engine.interop.accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from engine.interop.accelerate.big_modeling import init_empty_weights
+from engine.interop.accelerate.utils import (
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+    load_checkpoint_in_model,
+    save,
+)
 
 
 def prepared(rules: str = "exact", **options: Any) -> tuple[Accelerator, Any, Any, Any]:
@@ -115,8 +123,50 @@ def test_an_epoch_continues_as_accelerates_scripts_do_it(tmp_path: Path, rules: 
         ends.append(accelerator.gradient_state.end_of_dataloader)
     assert torch.equal(torch.cat(found), torch.cat(rest))
     assert ends == [False, True]
-    if rules == "exact":  # an unseeded order of Accelerate's depends on every random number that was drawn
-        assert torch.equal(torch.cat(list(loader)), torch.cat(following))
+    assert torch.equal(torch.cat(list(loader)), torch.cat(following))
+
+
+@pytest.mark.parametrize("rules", ["exact", "accelerate"])
+@pytest.mark.parametrize("seedable", [False, True])
+def test_an_epoch_continues_twice(tmp_path: Path, rules: str, seedable: bool) -> None:
+    def started() -> tuple[Accelerator, Any]:
+        accelerator, _, _, loader = prepared(
+            rules, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable)
+        )
+        return accelerator, loader
+
+    accelerator, loader = started()
+    whole = []
+    for _ in range(2):
+        for batch in loader:
+            whole.append(batch)
+            if len(whole) == 1:
+                accelerator.save_state(tmp_path / "1")
+    for skipped in (1, 2):
+        accelerator, loader = started()
+        accelerator.load_state(tmp_path / str(skipped))
+        found = []
+        for batch in accelerator.skip_first_batches(loader, skipped):
+            found.append(batch)
+            if len(found) == 1 and skipped == 1:
+                accelerator.save_state(tmp_path / "2")
+        found += list(loader)
+        assert torch.equal(torch.cat(found), torch.cat(whole[skipped:]))
+
+
+@pytest.mark.parametrize("rules", ["exact", "accelerate"])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_an_epoch_that_was_saved_at_its_last_batch_is_over(tmp_path: Path, rules: str, stateful: bool) -> None:
+    config = DataLoaderConfiguration(use_stateful_dataloader=stateful)
+    accelerator, _, _, loader = prepared(rules, dataloader_config=config)
+    for epoch in range(2):
+        for index, _ in enumerate(loader):
+            if (epoch, index) == (1, 4):
+                accelerator.save_state(tmp_path / "state")
+    following = list(loader)
+    accelerator, _, _, loader = prepared(rules, dataloader_config=config)
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(torch.cat(list(loader)), torch.cat(following))
 
 
 def test_a_plain_loader_is_skipped_too() -> None:
@@ -124,11 +174,68 @@ def test_a_plain_loader_is_skipped_too() -> None:
     assert [batch.tolist() for batch in skip_first_batches(loader, 2)] == [[4, 5]]
 
 
-def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
-    accelerator, model, _, _ = prepared()
-    with pytest.raises(ValueError, match="safe_serialization=False"):
-        accelerator.save_state(tmp_path / "one", safe_serialization=False)
-    with pytest.raises(ValueError, match="safe_serialization=False"):
-        accelerator.save_model(model, tmp_path / "one", safe_serialization=False)
+def test_what_cannot_be_asked_for() -> None:
+    accelerator, *_ = prepared()
     with pytest.raises(ValueError, match="needs automatic_checkpoint_naming"):
         accelerator.load_state()
+
+
+def test_a_checkpoint_that_was_to_be_a_pickle_is_saved_all_the_same(tmp_path: Path) -> None:
+    accelerator, model, optimizer, _ = prepared()
+    with pytest.warns(UserWarning, match="safetensors and JSON all the same"):
+        accelerator.save_state(tmp_path / "one", safe_serialization=False)
+    before = model.weight.clone()
+    step(accelerator, model, optimizer, torch.ones(2, 1))
+    accelerator.load_state(tmp_path / "one")
+    assert torch.equal(model.weight, before)
+
+
+class Tied(torch.nn.Module):
+    """Weights of 36 and 400 bytes; the first is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.large = torch.nn.Linear(10, 10, bias=False)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("size", ["10GB", 100])
+def test_weights_are_loaded_into_a_model(tmp_path: Path, safe: bool, size: int | str) -> None:
+    accelerator, saved, loaded = Accelerator(cpu=True), Tied(), Tied()
+    files = accelerator.save_model(saved, tmp_path, max_shard_size=size, safe_serialization=safe)
+    assert len(files) == (1 if size == "10GB" else 2)
+    load_checkpoint_in_model(loaded, tmp_path, strict=True)
+    with init_empty_weights():
+        deferred = Tied()
+    load_checkpoint_in_model(deferred, tmp_path, device_map={"": "cpu"}, dtype=torch.float64)
+    assert deferred.first.weight is deferred.second.weight
+    assert deferred.large.weight.dtype == torch.float64
+    for name, weight in saved.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight)
+        assert torch.equal(deferred.state_dict()[name].float(), weight)
+    if not safe:
+        theirs = Tied()
+        accelerate.load_checkpoint_in_model(theirs, str(tmp_path))
+        assert torch.equal(theirs.large.weight, saved.large.weight)
+
+
+def test_weights_for_several_devices_and_weights_that_are_not_there(tmp_path: Path) -> None:
+    for given in ({"device_map": "auto"}, {"device_map": {"first": 0, "large": "cpu"}}, {"device_map": {"": "disk"}}):
+        with pytest.raises(NotImplementedError, match=r"device_map={'': device} at most"):
+            load_checkpoint_in_model(Tied(), tmp_path, **given)
+    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors"):
+        load_checkpoint_in_model(Tied(), tmp_path)
+    torch.save({"first.weight": Path("x")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(pickle.UnpicklingError):
+        load_checkpoint_in_model(Tied(), tmp_path)
+
+
+@pytest.mark.parametrize("accelerator", [None, Accelerator(cpu=True)], ids=["save", "Accelerator.save"])
+def test_tied_weights_are_saved_once(tmp_path: Path, accelerator: Accelerator | None) -> None:
+    state = Tied().state_dict()
+    (save if accelerator is None else accelerator.save)(state, tmp_path / "x", safe_serialization=True)
+    found = load_file(tmp_path / "x")
+    assert list(found) == ["first.weight", "large.weight"]
+    assert torch.equal(found["first.weight"], state["second.weight"])

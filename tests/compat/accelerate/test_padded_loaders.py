@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from engine import Engine
 from engine.compat.accelerate.padded_loaders import Loader, concatenated, padded, split_over
+from engine.interop.accelerate import Accelerator, skip_first_batches
+from engine.interop.accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
+from engine.interop.accelerate.utils import DataLoaderConfiguration
 
 
 class Numbers(Dataset[int]):
@@ -109,6 +113,22 @@ def test_batches_are_skipped_in_one_pass_only() -> None:
     assert len(rest) == 1
     assert passed(rest) == [([8, 9], True)]
     assert [batch for batch, _ in passed(loader)] == [[0, 1], [4, 5], [8, 9]]
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_pass_with_skipped_batches_is_a_pass_of_the_loader(dispatch: bool) -> None:
+    reading: list[Any] = []
+    data: Any = DataLoader(Numbers(6), batch_size=2, shuffle=True)
+    group = Engine(accelerator="cpu").group
+    loader = padded(data, group, reading, processes=(1, 0), seedable=True, seed=7, dispatch=dispatch)
+    orders = [torch.randperm(6, generator=torch.Generator().manual_seed(7 + epoch)).tolist() for epoch in range(3)]
+    list(loader)
+    rest, states = loader.skipping(1), []
+    for batch in rest:
+        assert batch.tolist() == orders[1][2 * len(states) + 2 : 2 * len(states) + 4]
+        states.append({name: loader.state_dict()[name] for name in ("epoch", "given")})
+    assert states == [{"epoch": 1, "given": 2}, {"epoch": 2, "given": 0}]
+    assert [number for batch, _ in passed(loader) for number in batch] == orders[2]
 
 
 @pytest.mark.parametrize("processes", [(2, 0), (2, 1), (1, 0)])
@@ -223,3 +243,49 @@ def test_the_main_process_sends_each_global_batch(two: dict[str, list[Any]]) -> 
     assert two["split"] == [[[[0, 1], False], [[4], True], 2, 2], [[[2, 3], False], [[5], True], 2, 2]]
     assert two["dropped"] == [[[[0, 1], True], 4, 1], [[[2, 3], True], 4, 1]]
     assert two["cut"] == [[[[3, 2], True], 4, 1], [[[201, 200], True], 4, 1]]
+
+
+@pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher])
+def test_loaders_that_a_script_makes(kind: Any) -> None:
+    loader = kind(list(range(10)), batch_size=4, skip_batches=1, use_stateful_dataloader=True)
+    expected = [([4, 5, 6, 7], False), ([8, 9], True)]
+    assert passed(loader) == passed(loader) == expected
+    state = None
+    for batch in loader:
+        state = state or (loader.state_dict(), batch.tolist())
+    other = kind(list(range(10)), batch_size=4)
+    assert state is not None
+    other.load_state_dict(state[0])
+    assert [batch.tolist() for batch in other] == [[8, 9]]
+    assert passed(other) == [([0, 1, 2, 3], False), *expected]
+    loader.set_epoch(3)
+    assert skip_first_batches(loader, 2).iteration == 3
+    assert [batch.tolist() for batch in skip_first_batches(loader, 2)] == [[8, 9]]
+
+
+def test_a_loader_that_skips() -> None:
+    loader = SkipDataLoader(Numbers(6), skip_batches=2, batch_size=2, use_stateful_dataloader=True)
+    assert (passed(loader), len(loader)) == ([([4, 5], True)], 1)
+
+
+@pytest.mark.parametrize("rules", ["exact", "accelerate"])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_prepared_loader_counts_as_the_users_class(rules: Any, dispatch: bool) -> None:
+    class Own(DataLoader[int]):
+        pass
+
+    if dispatch and rules == "exact":
+        return
+    accelerator = Accelerator(
+        cpu=True, rules=rules, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch)
+    )
+    loader = accelerator.prepare(Own(Numbers(6), batch_size=2))
+    assert isinstance(loader, DataLoader)
+    assert isinstance(loader, Own)
+    assert isinstance(loader, DataLoaderDispatcher if dispatch else DataLoaderShard)
+    assert not isinstance(loader, SkipDataLoader)
+    assert not isinstance(loader, DataLoaderShard if dispatch else DataLoaderDispatcher)
+    assert not isinstance(DataLoader(Numbers(6)), DataLoaderShard)
+    assert accelerator.prepare(loader) is loader
+    assert [batch.tolist() for batch in copy.copy(loader)] == [batch.tolist() for batch in loader]
+    assert [batch.tolist() for batch in skip_first_batches(loader, 2)] == [batch.tolist() for batch in loader][2:]

@@ -13,7 +13,7 @@ import pytest
 from both import OURS, data
 from torch import nn, optim
 
-from engine.interop.lightning.cli import LightningCLI
+from engine.interop.lightning.cli import LightningCLI, instantiate_class
 
 
 class Net(OURS.LightningModule):  # type: ignore[misc]
@@ -222,7 +222,7 @@ def test_the_configuration_of_a_run_is_saved(tmp_path: Path) -> None:
 
 def test_objects_alone(tmp_path: Path) -> None:
     cli = LightningCLI(Net, Data, args=["--model.width=7", f"--trainer.default_root_dir={tmp_path}"], run=False)
-    assert (cli.model.hparams.width, cli.datamodule.samples, cli.trainer.max_epochs) == (7, 8, 1000)
+    assert (cli.model.hparams.width, cli.datamodule.samples, cli.trainer.max_epochs) == (7, 8, None)
 
 
 @pytest.mark.parametrize(
@@ -252,3 +252,41 @@ def test_what_is_elsewhere() -> None:
             boring.BoringModel()
     with pytest.raises(NotImplementedError, match=r"engine\.Engine"):
         OURS.Fabric()
+
+
+def test_a_trainers_method_gets_the_model_and_the_data_by_name(tmp_path: Path) -> None:
+    """The data only if there are some, so that methods and trainers with fewer arguments work as with Lightning."""
+    received: list[Any] = []
+
+    class Trainer(OURS.Trainer):  # type: ignore[misc, name-defined]
+        def fit(self, model: Any) -> None:
+            received.append(type(model))
+
+    class Cli(LightningCLI):
+        def validate(self, **options: Any) -> None:
+            received.append((type(options["model"]), type(options["datamodule"])))
+
+    folder = f"--trainer.default_root_dir={tmp_path}"
+    LightningCLI(Net, trainer_class=Trainer, args=["fit", folder])
+    Cli(Net, Data, args=["validate", folder])
+    assert received == [Net, (Net, Data)]
+
+
+def test_a_callback_by_class_path_in_the_trainers_defaults(tmp_path: Path) -> None:
+    stopping = {"class_path": "engine.interop.lightning.callbacks.EarlyStopping", "init_args": {"monitor": "loss"}}
+    defaults = {"default_root_dir": str(tmp_path), "callbacks": stopping}
+    cli = LightningCLI(Net, Data, trainer_defaults=defaults, args=[], run=False)
+    [callback] = [c for c in cli.trainer.callbacks if isinstance(c, OURS.callbacks.EarlyStopping)]
+    assert callback.monitor == "loss"
+
+
+def test_optimizers_from_the_command_line_are_two_lists() -> None:
+    args = ["--optimizer=Adam", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=3"]
+    optimizers, schedulers = LightningCLI(Bare, Data, args=args, run=False).model.configure_optimizers()
+    assert (type(optimizers[0]), schedulers[0].step_size) == (optim.Adam, 3)
+
+
+def test_an_object_of_a_class_path() -> None:
+    layer = instantiate_class((3, 4), {"class_path": "torch.nn.Linear", "init_args": {"bias": False}})
+    assert (layer.weight.shape, layer.bias) == ((4, 3), None)
+    assert instantiate_class(0.25, {"class_path": "torch.nn.Dropout"}).p == 0.25

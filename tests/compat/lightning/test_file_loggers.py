@@ -42,6 +42,7 @@ def folders_before_a_run(L: Any, folder: Path) -> Any:
     fitted = trainer(L, folder, logger=logger)
     (folder / "lightning_logs" / "version_6").mkdir(parents=True)
     (folder / "lightning_logs" / "version_x").mkdir()
+    (folder / "lightning_logs" / "2026").mkdir()
     return [
         (logger.version, logger.name, short(logger.log_dir, folder), short(logger.root_dir, folder)),
         (short(logger.save_dir, folder), short(fitted.log_dir, folder), fitted.logger is logger),

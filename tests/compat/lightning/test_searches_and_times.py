@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 from both import OURS, THEIRS, data, module, quietly, trainer
-from engine.interop.lightning.tuner import Tuner
 
 import callbacks as own
+from engine.interop.lightning.tuner import Tuner
 
 
 @pytest.mark.parametrize("duration", ["00:00:00:00", {"seconds": 0}, timedelta(0)])
@@ -39,6 +39,16 @@ def test_a_timer_ends_the_training_after_its_time(tmp_path: Path) -> None:
     later.load_state_dict(timer.state_dict())
     assert later.time_elapsed() == pytest.approx(timer.time_elapsed())
     assert later.time_remaining() == pytest.approx(1 - timer.time_elapsed())
+
+
+def test_a_timer_measures_the_run_under_way() -> None:
+    """In Lightning the time of a second training is negative, because it has the end of the first one."""
+    timer = OURS.callbacks.Timer(verbose=False)
+    timer.on_train_start(None, None)
+    timer.on_train_end(None, None)
+    timer.on_train_start(None, None)
+    assert timer.end_time() is None
+    assert timer.time_elapsed() >= 0
 
 
 def test_a_timer_refuses_what_is_no_time() -> None:
@@ -96,6 +106,12 @@ def test_a_learning_rate_is_found_and_set(tmp_path: Path) -> None:
     used.fit(other, data())
     assert other.hparams.lr == finder.optimal_lr.suggestion() == pytest.approx(expected)
     assert used.lr_scheduler_configs[0].scheduler.base_lrs == [other.hparams.lr]  # configure_optimizers has read it
+
+
+def test_the_tuner_takes_the_trainer() -> None:
+    """As an annotation, too, for type checkers, and under Lightning's paths."""
+    assert get_type_hints(Tuner.__init__)["trainer"] is OURS.Trainer
+    assert OURS.pytorch.tuner.tuning.Tuner is OURS.tuner.Tuner is Tuner
 
 
 def test_a_module_of_the_installed_lightning_is_searched_too(tmp_path: Path) -> None:

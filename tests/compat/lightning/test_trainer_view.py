@@ -339,6 +339,12 @@ def test_other_names_have_an_answer(tmp_path: Path) -> None:
             _ = t.barebones
         with pytest.raises(AttributeError, match=r"trainer.max_time cannot be set.*settings.max_time"):
             t.max_time = 3
+        with pytest.raises(
+            AttributeError, match=r"log_every_n_steps cannot be set: give Trainer\(log_every_n_steps=\.\.\.\)"
+        ):
+            t.log_every_n_steps = 3
+        with pytest.raises(AttributeError, match=r"trainer.global_step cannot be set: it follows from the run"):
+            t.global_step = 3
         with pytest.raises(AttributeError, match=r"no attribute 'anything': self.run is the run"):
             _ = t.anything
         with pytest.raises(AttributeError, match=r"'StrategyView' object has no attribute 'launcher'"):

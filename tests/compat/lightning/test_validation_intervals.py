@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from both import OURS, THEIRS, data, quietly, trainer
+from both import OURS, THEIRS, data, module, quietly, trainer
 
 SCORES = 5.0, 1.0, 3.0, 4.0, 2.0, 6.0, 0.5, 7.0, 8.0, 9.0, 9.5, 9.7, 9.8, 9.9, 10.0, 11.0
 
@@ -142,3 +143,9 @@ def test_a_callback_that_waits_for_validations_of_which_there_are_none_says_so(
     with caplog.at_level(logging.WARNING, "engine"):
         fitted.fit(scripted(OURS), data())
     assert "EarlyStopping(check_on_train_epoch_end=True)" in caplog.text
+
+
+def test_a_time_interval_of_zero_saves_at_each_opportunity(tmp_path: Path) -> None:
+    every = OURS.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1, train_time_interval=timedelta(0), every_n_epochs=0)
+    trainer(OURS, tmp_path, enable_checkpointing=True, callbacks=[every], max_steps=3).fit(module(OURS), data())
+    assert len(list(tmp_path.glob("*.ckpt"))) == 3

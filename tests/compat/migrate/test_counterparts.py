@@ -40,8 +40,8 @@ def test_counterparts(library: str, path: str, verdict: str, where: str) -> None
 @pytest.mark.parametrize(
     ("package", "names"),
     [
-        ("lightning", peers._PEERS["engine.interop.lightning"]),
-        ("accelerate", peers._PEERS["engine.interop.accelerate"]),
+        ("lightning", peers.LIGHTNING.names),
+        ("accelerate", peers.ACCELERATE.names),
     ],
 )
 def test_every_public_import_works(package: str, names: PeerNames) -> None:

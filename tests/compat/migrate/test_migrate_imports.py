@@ -75,6 +75,49 @@ def test_a_stand_in_for_a_missing_import_does_not_hide_it(tmp_path: Path) -> Non
     assert classes(report_of(tmp_path, net=text)) == {"Net": ("module", "as is")}
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "use", "expected"),
+    [
+        (
+            "lightning.pytorch.plugins import PLUGIN_INPUT",
+            "lightning.pytorch.plugins import _PLUGIN_INPUT as PLUGIN_INPUT",
+            "def f(x: PLUGIN_INPUT): ...",
+            {"_PLUGIN_INPUT": "interop"},
+        ),
+        (
+            "pytorch_lightning.utilities.cli import LightningCLI",
+            "pytorch_lightning.cli import LightningCLI",
+            "LightningCLI()",
+            {"LightningCLI": "interop"},
+        ),
+        (
+            "pytorch_lightning.loggers.base import LightningLoggerBase as Logger",
+            "pytorch_lightning.loggers import Logger",
+            "class Mine(Logger): ...",
+            {"Logger": "as is"},
+        ),
+        (
+            "lightning.pytorch import nothing",
+            "lightning.pytorch import less as nothing",
+            "nothing()",
+            {"nothing": "change", "import lightning.pytorch.less": "change"},
+        ),
+        (
+            "lightning.pytorch import Trainer",
+            "lightning.pytorch import nothing as Trainer",
+            "Trainer()",
+            {"Trainer": "as is"},
+        ),
+        ("mine import Callback", "lightning.pytorch import Callback", "class A(Callback): ...", {}),
+    ],
+)
+def test_a_name_whose_import_fails_is_that_of_the_handler(
+    first: str, second: str, use: str, expected: dict[str, str], tmp_path: Path
+) -> None:
+    text = f"try:\n    from {first}\nexcept ImportError:\n    from {second}\n{use}\n"
+    assert {name: verdict for _, name, verdict in uses_of(tmp_path, text)} == expected
+
+
 def test_circles_end(tmp_path: Path) -> None:
     report = report_of(
         tmp_path, a="from b import X\nclass Y(X): ...\n", b="from a import X\nZ = Z\nclass W(Z, W): ...\n"

@@ -38,7 +38,7 @@ HEAD = "import lightning.pytorch as pl\n"
         ),
         ("def f(self): self.log('x', 1, enable_graph=True)", "LightningModule.log()", "a logged value is detached"),
         ("def f(self): self.log('x', 1, unknown=2)", "LightningModule.log(unknown=)", "no such argument"),
-        ("def f(self): self._set_hparams({})", "LightningModule._set_hparams", "it is private in Lightning"),
+        ("def f(self): self._to_hparams_dict({})", "LightningModule._to_hparams_dict", "it is private in Lightning"),
         ("def f(self): self.fabric", "LightningModule.fabric", "engine.Engine"),
         ("def f(self): self.device = 'cpu'", "LightningModule.device =", "it cannot be set"),
         ("def f(self): self.trainer.fit_loop_of_mine.x", "trainer.fit_loop_of_mine", "there is no 'fit_loop_of_mine'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import subprocess
 import sys
@@ -49,6 +50,18 @@ def test_every_module_is_importable_and_an_attribute() -> None:
     assert [path for path, module in modules.items() if by_attributes(path) is not module] == []
 
 
+def test_no_import_of_ours_hides_a_module_of_theirs() -> None:
+    """``pl.utilities.warnings`` was Python's module until somebody imported ``lightning.pytorch.utilities.warnings``."""
+    hidden = []
+    for door, place, path in paths():
+        file = getattr(importlib.import_module(path), "__file__", None)
+        for statement in ast.parse(Path(file).read_text()).body if file else ():
+            if isinstance(statement, ast.Import):
+                names = [alias.asname or alias.name.split(".")[0] for alias in statement.names]
+                hidden += [f"{path}.{name}" for name in names if f"{place}.{name}".lstrip(".") in door.names.modules]
+    assert hidden == []
+
+
 def test_every_name_is_there() -> None:
     missing = []
     for door, place, path in paths():
@@ -60,6 +73,18 @@ def test_every_name_is_there() -> None:
             if not hasattr(module, name):
                 missing.append(f"{path}.{name}")
     assert missing == []
+
+
+def test_a_class_is_a_class() -> None:
+    """Lightning's dicts for ``configure_optimizers`` were ``Any``, which no script can call."""
+    others = []
+    for door, place, path in paths():
+        for name in door.names.names(place):
+            known = door.names.find(place, name)
+            if known is not None and known.kind == "class":
+                value = getattr(importlib.import_module(path), name)
+                others += [f"{path}.{name}"] if value is Any or not callable(value) else []
+    assert others == []
 
 
 def test_what_we_have_is_no_stand_in() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Generic, Optional, TypeVar
+from typing import Any, Generic, Optional, Protocol, TypeVar, runtime_checkable
 
 import pytest
 import torch
@@ -39,7 +39,10 @@ class Net(L.LightningModule):
 
 
 CLASSES = {
-    "a callback": (L.pytorch.callbacks.pruning.ModelPruning, r"ModelPruning has no counterpart: use callbacks.Pruning"),
+    "a callback": (
+        L.pytorch.callbacks.pruning.ModelPruning,
+        r"ModelPruning has no counterpart: use callbacks.Pruning .from callbacks import Pruning., .*before an epoch",
+    ),
     "a strategy": (L.strategies.XLAStrategy, "XLAStrategy has no counterpart: XLA devices are not supported"),
     "an environment": (L.plugins.environments.SLURMEnvironment, "SLURMEnvironment has no counterpart: .*"),
     "a profiler": (L.profilers.AdvancedProfiler, "AdvancedProfiler has no counterpart: use SimpleProfiler"),
@@ -120,6 +123,27 @@ def test_errors_enums_and_values_are_real() -> None:
     assert int(L.__version__.split(".")[0]) >= 2
     assert A.utils.constants.SAFE_WEIGHTS_NAME == "model.safetensors"
     assert L.fabric.utilities.types.ReduceOp is torch.distributed.ReduceOp
+
+
+def test_protocols_are_real() -> None:
+    """They stand beside ``Protocol`` among a class's bases, and ``isinstance`` looks for their members."""
+    types = L.fabric.utilities.types
+
+    @runtime_checkable
+    class Growing(types.Optimizable, Protocol):  # type: ignore[name-defined, misc]
+        def add_param_group(self, group: dict[str, Any]) -> None: ...
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], 1.0)
+    for protocol in (Growing, types.Optimizable, types.Steppable, types._Stateful[str]):
+        assert isinstance(optimizer, protocol)
+        assert not isinstance(3, protocol)
+    assert issubclass(torch.optim.SGD, types.Steppable)
+
+    class Mine(types.Optimizable):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            self.param_groups: list[Any] = []
+
+    assert Mine().param_groups == []
 
 
 def test_a_module_that_only_fits(tmp_path: Path) -> None:

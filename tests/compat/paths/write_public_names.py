@@ -80,6 +80,8 @@ class Names:
                 entry["enums"][name] = {
                     member.name: member.value for member in value if type(member.value) in (int, str)
                 }
+            elif isinstance(value, type) and getattr(value, "_is_protocol", False):
+                entry["protocols"][name] = _members(value)
             elif isinstance(value, type):
                 words["classes"].append(name)
             elif isinstance(value, types.FunctionType | types.BuiltinFunctionType) or hasattr(value, "__wrapped__"):
@@ -89,7 +91,7 @@ class Names:
             elif isinstance(value, _TYPING):
                 words["types"].append(name)
             elif _is_literal(value):
-                entry["values"][name] = repr(value)
+                entry["values"][name] = _literal(value)
             else:
                 words["objects"].append(name)
         entry |= {kind: " ".join(names) for kind, names in words.items()}
@@ -115,12 +117,23 @@ class Names:
             return None
 
 
+def _members(protocol: Any) -> str:
+    """The names of a protocol's members, those of methods with parentheses."""
+    members = sorted(typing._get_protocol_attrs(protocol))  # type: ignore[attr-defined]  # public from Python 3.13 on
+    return " ".join(f"{name}()" if callable(getattr(protocol, name, None)) else name for name in members)
+
+
 def _is_literal(value: Any) -> bool:
     """Whether a file can have the value: it is plain, and no path of this machine."""
     try:
         return "'/" not in repr(value) and ast.literal_eval(repr(value)) == value
     except (ValueError, SyntaxError):
         return False
+
+
+def _literal(value: Any) -> str:
+    """The value's text; elements of a set in their order, which is another in each process."""
+    return f"{{{', '.join(sorted(map(repr, value)))}}}" if isinstance(value, set) and value else repr(value)
 
 
 def text(package: str) -> str:

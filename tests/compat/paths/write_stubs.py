@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = {
     "engine.interop.lightning": (
         "engine.compat.lightning",
-        "callback callbacks cli core loggers module strategies trainer utilities",
+        "callback callbacks cli core loggers module strategies trainer tuner utilities",
     ),
     "engine.interop.accelerate": (
         "engine.compat.accelerate",

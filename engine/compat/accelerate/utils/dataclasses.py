@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
+import copy
 import enum
 import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import field, fields, make_dataclass
+from dataclasses import MISSING, field, fields, make_dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import device_mesh
 
 from engine.config.typed_values import convert_arguments
 
@@ -39,9 +40,13 @@ class KwargsHandler:
         types = {item.name: item.type for item in fields(self)}  # type: ignore[arg-type]
         vars(self).update(convert_arguments(type(self).__name__, types, vars(self)))
 
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, copied."""
+        return copy.deepcopy(vars(self))
+
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""
-        defaults = vars(type(self)())
+        defaults = {item.name: {} if item.default is MISSING else item.default for item in fields(self)}  # type: ignore[arg-type]
         return {name: value for name, value in vars(self).items() if value != defaults[name]}
 
 
@@ -52,6 +57,8 @@ class Plugin:
     section: ClassVar[str] = ""
     prefix: ClassVar[str] = ""
     renamed: ClassVar[Mapping[str, str]] = {}
+
+    to_dict, to_kwargs = KwargsHandler.to_dict, KwargsHandler.to_kwargs
 
     def to_section(self) -> dict[str, Any]:
         """The fields that have a value, as keys and values of the configuration file."""
@@ -242,30 +249,60 @@ MegatronLMPlugin = _plugin(
     "use_distributed_optimizer",
 )
 TorchTensorParallelPlugin = _plugin("TorchTensorParallelPlugin", "TP", "tp_config", "", "tp_size torch_device_mesh")
-_Parallelism: Any = _plugin(
-    *("_Parallelism", "FSDP", "parallelism_config", "parallelism_config_"),
-    "dp_replicate_size dp_shard_size tp_size cp_size sp_size",
+
+
+class _Mesh(Plugin):
+    """The sizes of dimensions of a mesh; one that is not given is that of its environment variable, or 1."""
+
+    ORDER: ClassVar = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+
+    def __post_init__(self) -> None:
+        for name in self.ORDER:
+            size = getattr(self, f"{name}_size")
+            if size is None:
+                size = int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
+            if size < 1:
+                raise ValueError(f"{name}_size must be at least 1, but got {size}")
+            setattr(self, f"{name}_size", size)
+
+
+_Parallelism: Any = _settings(
+    "_Parallelism",
+    "dp_replicate_size dp_shard_size tp_size cp_size cp_backend sp_size sp_backend tp_handler cp_handler sp_handler",
+    _Mesh,
+    kind="FSDP",
+    section="parallelism_config",
+    prefix="parallelism_config_",
 )
-TorchDynamoPlugin = _plugin(
-    *("TorchDynamoPlugin", "", "dynamo_config", "dynamo_"),
+
+
+class _Compilation(Plugin):
+    """Settings of ``torch.compile``; one that is not given is that of its environment variable, if any."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]
+            variable = f"ACCELERATE_DYNAMO_{self.renamed.get(item.name, item.name).upper()}"
+            if getattr(self, item.name) is None and variable in os.environ:
+                setattr(self, item.name, os.environ[variable])
+
+
+TorchDynamoPlugin = _settings(
+    "TorchDynamoPlugin",
     "backend mode fullgraph dynamic options disable use_regional_compilation",
-    dynamic="use_dynamic",
-    fullgraph="use_fullgraph",
+    _Compilation,
+    section="dynamo_config",
+    prefix="dynamo_",
+    renamed={"dynamic": "use_dynamic", "fullgraph": "use_fullgraph"},
 )
 
 
 class ParallelismConfig(_Parallelism):
     """The sizes of the dimensions of a mesh of ranks."""
 
-    ORDER: ClassVar = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
-
     @property
     def sizes(self) -> dict[str, int]:
-        """The dimensions, the outermost first, and their sizes; one that was not given has that of its environment variable, or 1."""
-        return {
-            name: int(getattr(self, f"{name}_size") or os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
-            for name in self.ORDER
-        }
+        """The dimensions, the outermost first, and their sizes."""
+        return {name: getattr(self, f"{name}_size") for name in self.ORDER}
 
     @property
     def active_mesh_dims(self) -> list[str]:
@@ -292,13 +329,15 @@ class ParallelismConfig(_Parallelism):
         names = self.active_mesh_dims
         return (tuple(names), tuple(self.sizes[name] for name in names)) if names else ()
 
-    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+    def build_device_mesh(self, device_type: str) -> device_mesh.DeviceMesh | None:
         """Build the mesh of these dimensions, with the joint ones ``dp``, ``dp_shard_cp`` and ``dp_cp``; ``None`` for a single rank."""
         if not self.active_mesh_dims:
             return None
         names = tuple(self.active_mesh_dims)
-        mesh = init_device_mesh(device_type, tuple(self.sizes[name] for name in names), mesh_dim_names=names)
+        mesh = device_mesh.init_device_mesh(
+            device_type, tuple(self.sizes[name] for name in names), mesh_dim_names=names
+        )
         for joint in ("dp", "dp_shard_cp", "dp_cp"):
             if parts := getattr(self, f"{joint}_dim_names"):
-                mesh[tuple(parts)]._flatten(joint)
+                mesh[parts]._flatten(joint)
         return mesh

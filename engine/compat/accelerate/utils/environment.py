@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -39,6 +40,19 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 def get_int_from_env(env_keys: list[str], default: int) -> int:
     """The first of these environment variables that is a number of at least 0."""
     return next((number for key in env_keys if (number := int(os.environ.get(key, -1))) >= 0), default)
+
+
+def convert_dict_to_env_variables(current_env: dict[str, str]) -> list[str]:
+    """The lines ``NAME=value`` of a file of environment variables; one that such a file cannot hold is left out, with a warning."""
+    lines = []
+    for name, text in current_env.items():
+        if not name or not text or any(sign in name + text for sign in "; \n<>"):
+            warnings.warn(
+                f"{name}={text} is left out: it is empty, or has one of the signs ; < > or a space", stacklevel=2
+            )
+        else:
+            lines.append(f"{name}={text}\n")
+    return lines
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +18,10 @@ from engine.utils.tree import leaves, map_tensors, move
 
 class DistributedOperationException(ValueError):
     """The tensors of the ranks do not match in number, shape or dtype."""
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor was left as it is."""
 
 
 def _call(function: Callable[..., Any], tree: Any, *args: Any) -> Any:
@@ -64,6 +70,10 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
     Raises:
         DistributedOperationException: the ranks have different numbers of tensors, dtypes or numbers of dims.
     """
+    if any(value.is_nested for value in leaves(tensor)):
+        message = "pad_across_processes: nested tensors cannot be padded, and nothing here is; unbind them first"
+        warnings.warn(message, CannotPadNestedTensorWarning, stacklevel=2)
+        return tensor
     try:
         return collectives.pad_across_processes(PartialState().group, tensor, dim, pad_index, pad_first)
     except ValueError as error:
@@ -88,6 +98,30 @@ def convert_to_fp32(tensor: Any) -> Any:
     """Convert tensors in half precision to fp32; other dtypes are unchanged."""
     half = (torch.float16, torch.bfloat16)
     return map_tensors(lambda value: value.float() if value.dtype in half else value, tensor)
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that tensors in half precision that it returns are fp32."""
+
+    @functools.wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(model_forward(*args, **kwargs))
+
+    return forward
+
+
+def find_device(data: Any) -> torch.device | None:
+    """The device of the first tensor in a tree, or ``None``."""
+    return next((tensor.device for tensor in leaves(data)), None)
+
+
+def listify(data: Any) -> Any:
+    """Copy a tree with each tensor replaced by a list of numbers."""
+    return recursively_apply(lambda tensor: tensor.detach().tolist(), data)
+
+
+def is_namedtuple(data: Any) -> bool:
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
 def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:

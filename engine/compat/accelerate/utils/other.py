@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch.nn import DataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from engine.checkpoint.json_tree import same_memory
 from engine.compat.accelerate.state import PartialState
 
 _NUMPY_GLOBALS: list[Any] = [
@@ -20,11 +21,21 @@ _NUMPY_GLOBALS: list[Any] = [
 """The classes and functions that the pickle of a numeric NumPy array needs."""
 
 
+def written(obj: Any, f: Any, safe_serialization: bool) -> None:
+    """Save with ``torch.save``, or as safetensors: there, tensors that share their memory are written once, under the first of their names."""
+    if not safe_serialization:
+        torch.save(obj, f)
+        return
+    first_names: dict[Any, str] = {}
+    names = [name for name, tensor in obj.items() if first_names.setdefault(same_memory(tensor), name) == name]
+    save_file({name: obj[name].contiguous() for name in names}, f, {"format": "pt"})
+
+
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Save ``obj`` with ``torch.save``, or as safetensors, on the main process or on one process of each machine."""
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
-        (save_file if safe_serialization else torch.save)(obj, f)
+        written(obj, f, safe_serialization)
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
@@ -36,9 +47,16 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """Return the user's original module inside a prepared one, as :meth:`Accelerator.unwrap_model` does; the other arguments have no effect."""
+    """Return the user's original module inside a prepared one, as :meth:`Accelerator.unwrap_model` does.
+
+    Args:
+        keep_fp32_wrapper: without it, a ``forward`` that a script replaced is the one again that it stored as ``_original_forward``.
+        keep_torch_compile, recursive: without effect.
+    """
     while isinstance(model, (DistributedDataParallel, DataParallel)) or hasattr(model, "_orig_mod"):
         model = getattr(model, "_orig_mod", None) or model.module
+    if not keep_fp32_wrapper and "_original_forward" in vars(model):
+        model.forward = vars(model).pop("_original_forward")
     return model
 
 

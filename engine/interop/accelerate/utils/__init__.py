@@ -8,11 +8,13 @@ from engine.compat.accelerate.utils import dataclasses as dataclasses
 from engine.compat.accelerate.utils import environment as environment
 from engine.compat.accelerate.utils import imports as imports
 from engine.compat.accelerate.utils import memory as memory
+from engine.compat.accelerate.utils import modeling as modeling
 from engine.compat.accelerate.utils import operations as operations
 from engine.compat.accelerate.utils import other as other
 from engine.compat.accelerate.utils import random as random
 from engine.compat.accelerate.utils import versions as versions
 from engine.compat.accelerate.utils.imports import available as available
+from engine.compat.accelerate.utils.modeling import load_checkpoint_in_model as load_checkpoint_in_model
 from engine.compat.accelerate.utils.other import extract_model_from_parallel as extract_model_from_parallel
 from engine.compat.accelerate.utils.other import is_peft_model as is_peft_model
 from engine.compat.accelerate.utils.other import load as load

@@ -1,0 +1,1 @@
+from engine.compat.lightning.tuner import *
