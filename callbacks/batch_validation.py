@@ -18,11 +18,12 @@ class BatchValidation(Callback):
         interval: micro-batches of one rank; a float is a share of an epoch, rounded down to whole micro-batches.
         epochs: count from the start of each epoch, and validate in every ``epochs``-th one; ``None``: count across epochs.
 
-    A validation that is due between the micro-batches of one optimizer step runs before the first of them: the weights are the same. The callback
+    A validation that is due between the micro-batches of one optimizer step runs before the first of them: the weights are the same, and several
+    of them are one. The first step of a training is not validated before. The callback
     takes the place of ``val_every``, also of ``val_every=None``; under ``fast_dev_run`` it does nothing.
 
     Raises:
-        ValueError: before the first step, if ``interval`` is longer than an epoch or shorter than an optimizer step.
+        ValueError: before the first step, if ``interval`` is longer than an epoch.
     """
 
     def __init__(self, interval: int | float, epochs: int | None = 1) -> None:
@@ -71,11 +72,7 @@ class BatchInterval(Every):
     def start(self, step: int, epochs: Fraction | None = None) -> None:
         if not self.run.val_loaders:  # such as with limit_val_batches=0
             return
-        length, window, batches = self.run.num_train_batches, self.run.window_at(self.run.epoch), self.batches
-        if batches is not None and batches not in (0, length) and batches < window:
-            raise ValueError(
-                f"val_check_interval={self.interval}: validation every {batches} batches, with {window} in an optimizer step: give at least {window}"
-            )
+        length, batches = self.run.num_train_batches, self.batches
         if batches is not None and self.epochs is not None and length is not None and batches > length:
             raise ValueError(
                 f"val_check_interval={self.interval}: validation every {batches} batches, in epochs of {length}: give at most {length}, "

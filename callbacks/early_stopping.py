@@ -160,5 +160,6 @@ class EarlyStopping(Callback):
         """Whether ``value`` is better than ``reference`` by more than ``margin``."""
         import torch  # fit migrate looks at this class without it
 
+        # Compared in torch's default dtype (float32), as in Lightning: a smaller difference is rounding, and no improvement.
         first, second = torch.tensor([value, reference])
         return bool(first + margin < second if self.mode == "min" else first - margin > second)

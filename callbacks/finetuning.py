@@ -12,7 +12,16 @@ from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, PolynomialLR, S
 
 from engine import Callback, Run
 
-Modules = nn.Module | Iterable[nn.Module]
+Modules = nn.Module | Iterable["Modules"]
+
+
+def _roots(modules: Modules) -> Iterator[nn.Module]:
+    """The modules in lists that may be nested."""
+    if isinstance(modules, nn.Module):
+        yield modules
+    else:
+        for entry in modules:
+            yield from _roots(entry)
 
 
 class BaseFinetuning(Callback):
@@ -33,6 +42,8 @@ class BaseFinetuning(Callback):
     Raises:
         ValueError: in ``setup``, under DeepSpeed, which shards only parameters that are trained at the start.
     """
+
+    unfreezes = True
 
     def __init__(self) -> None:
         self._module: nn.Module | None = None
@@ -61,8 +72,7 @@ class BaseFinetuning(Callback):
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
         """The modules in ``modules`` that have parameters of their own, or no submodules."""
-        roots = [modules] if isinstance(modules, nn.Module) else list(modules)
-        submodules = dict.fromkeys(inner for root in roots for inner in root.modules())
+        submodules = dict.fromkeys(inner for root in _roots(modules) for inner in root.modules())
         return [m for m in submodules if m._parameters or not list(m.children())]
 
     @staticmethod

@@ -62,7 +62,7 @@ class ModelCheckpoint(Callback):
     ) -> None:
         """
         Args:
-            every: a Duration: ``"1 epochs"``, ``"500 steps"``, ``"10 min"``, an int of steps; ``None``: only at the end.
+            every: a Duration: ``"1 epochs"``, ``"500 steps"``, ``"1e8 tokens"``, ``"10 min"``, an int of steps; ``None``: only at the end.
             monitor: the name of the logged metric that ranks checkpoints, or ``"epoch"`` or ``"step"`` for the run's counters; ``None``: the newest
                 is the best.
             mode: ``"min"``: a smaller ``monitor`` is better; ``"max"``: a larger one.
@@ -99,10 +99,10 @@ class ModelCheckpoint(Callback):
         self._every_argument, self._keep_every_argument = every, keep_every
         self._names_metrics = not fields <= {"epoch", "step"}
         self._waits_for_score = self._permanent_next = False
-        self._due_step = 0  # the first step at which a save can be due
+        # The first step, and numbers of samples and tokens, at which a save can be due.
+        self._due_step = self._due_samples = self._due_tokens = 0
         self._first_step = 0
         self._training = False
-        self._folder: Any = None  # of the run's checkpoint folders, the one of this callback
         # Where the latest training's checkpoints are; a reference to the run itself would keep the module in memory.
         self._storage: Any = None
         # Whether the checkpoint that is being collected, or from which this run has resumed, is one of this callback.
@@ -154,8 +154,7 @@ class ModelCheckpoint(Callback):
         self._training = self._waits_for_score = self._is_own = False
         run.checkpoints_at(self.dirpath, self.max_failures)
         if stage == "fit":
-            self._folder = run.checkpoints.folder_at(self.dirpath)
-            self._storage = self._folder.storage
+            self._storage = run.checkpoints.folder_at(self.dirpath).storage
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         self._training = True
@@ -164,23 +163,25 @@ class ModelCheckpoint(Callback):
         if run.step == 0:
             self.scores, self.names, self.permanent = {}, {}, set()
             self.every, self.keep_every = Every(self._every_argument), Every(self._keep_every_argument)
-        for interval in (self.every, self.keep_every):
+        for name, interval in (("every", self.every), ("keep_every", self.keep_every)):
+            interval.follow(run.clock, f"ModelCheckpoint({name}=...)")
             interval.start(run.step, run.epochs)
         self._plan_next(run.step)
-        if self._is_own and run.continues_in_place and self._folder is run.checkpoints.folder:
+        if self._is_own and run.continues_in_place and self._folder(run) is run.checkpoints.folder:
             self.names[run.step] = str(run.loaded_from).rpartition("/")[2]
         self._is_own = False
         # Another folder may have other checkpoints with the same names.
-        existing_names = run.checkpoints.names(self._folder) if run.continues_in_place else set()
+        existing_names = run.checkpoints.names(self._folder(run)) if run.continues_in_place else set()
         self._keep_only({step for step, name in self.names.items() if name in existing_names})
         self._set_best_and_last(run)
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         # Between the micro-batches of a window there is no complete step to save.
-        if run.step + 1 < self._due_step or not self._training:  # at most one step is pending
+        is_counted = run.state.samples >= self._due_samples or run.state.clock_tokens >= self._due_tokens
+        if not self._training or (run.step + 1 < self._due_step and not is_counted):  # at most one step is pending
             return
         step = run.step + run.engine.pending_steps
-        if step >= self._due_step:
+        if step >= self._due_step or is_counted:
             self._save_if_due(run, step, None)
             self._plan_next(step)
 
@@ -222,7 +223,7 @@ class ModelCheckpoint(Callback):
             self._catch_up(run)
             if run.step not in self.names and self.save_last:
                 # The checkpoint was lost: now its error ends the run.
-                run.save_checkpoint(self._name(run, self._metrics(run), None), folder=self._folder)
+                run.save_checkpoint(self._name(run, self._metrics(run), None), folder=self._folder(run))
         self._training = False
         self._set_best_and_last(run)
 
@@ -243,7 +244,7 @@ class ModelCheckpoint(Callback):
                 self.scores[run.step], self.names[run.step] = None, name
                 self._waits_for_score = self._awaits_validation(run)
                 self._is_own = True
-                run.last_checkpoint = run.save_checkpoint(name, folder=self._folder)
+                run.last_checkpoint = run.save_checkpoint(name, folder=self._folder(run))
 
     @property
     def state_key(self) -> str:
@@ -283,7 +284,10 @@ class ModelCheckpoint(Callback):
         self.keep_every.load_state_dict(state["keep_every"])
 
     def _plan_next(self, step: int) -> None:
-        self._due_step = min(interval.next_step(step) for interval in (self.every, self.keep_every))
+        intervals = (self.every, self.keep_every)
+        self._due_step = min(interval.next_step(step) for interval in intervals)
+        self._due_samples = min(interval.next_samples for interval in intervals)
+        self._due_tokens = min(interval.next_tokens for interval in intervals)
 
     def _save_if_due(self, run: Run, step: int, epoch_end: int | None) -> None:
         elapsed_s = run.elapsed_s
@@ -315,7 +319,8 @@ class ModelCheckpoint(Callback):
         if step not in kept_steps:
             return
         self._permanent_next = False
-        # Set before saving: the checkpoint's own state then counts the checkpoint itself.
+        # All of the following is set before saving, because the checkpoint has this callback's state, which must count the checkpoint itself: its
+        # name and score, the steps that stay, and that the save is this callback's own. A save that fails takes names and scores back.
         unscored_name = self.names.get(step)
         self.names[step] = self._name(run, metrics, score)
         self.scores = scores
@@ -335,7 +340,7 @@ class ModelCheckpoint(Callback):
                 asynchronous=self.asynchronous,
                 tolerant=True,
                 remove=removed_names,
-                folder=self._folder,
+                folder=self._folder(run),
             )
             self.names[step] = str(path).rpartition("/")[2]  # another one if a checkpoint of that name must stay
         except BaseException:
@@ -352,11 +357,15 @@ class ModelCheckpoint(Callback):
         """The checkpoint from which this run has resumed, in a list, if it is saved again with its score: it stays as long as this run needs it, and
         the new one is saved beside it."""
         is_kept = any(name in callback.names.values() for callback in self._in_same_folder(run) if callback is not self)
-        return [name] if name is not None and name in self._folder.protected and not is_kept else []
+        return [name] if name is not None and name in self._folder(run).protected and not is_kept else []
+
+    def _folder(self, run: Run) -> Any:
+        """The one of the run's checkpoint folders that is this callback's. It is not kept, because it refers to the ranks and the module."""
+        return run.checkpoints.folder_of(self._storage)
 
     def _in_same_folder(self, run: Run) -> list[ModelCheckpoint]:
         """The callbacks of this run that keep checkpoints in the folder of this one, which is one of them."""
-        return [callback for callback in _model_checkpoints(run) if callback._folder is self._folder]
+        return [callback for callback in _model_checkpoints(run) if callback._storage is self._storage]
 
     def _kept_names(self, run: Run) -> set[str]:
         return {name for callback in self._in_same_folder(run) for name in callback.names.values()}
@@ -367,7 +376,7 @@ class ModelCheckpoint(Callback):
         if self._save_under_way is not None:
             step, scores, names = self._save_under_way
             self._save_under_way = None
-            if self.names.get(step) in self._folder.lost:
+            if self.names.get(step) in self._folder(run).lost:
                 self.scores, self.names = scores, names
                 self.permanent &= scores.keys()
             self._set_best_and_last(run)
@@ -455,7 +464,7 @@ class ModelCheckpoint(Callback):
             step: callback._storage.path(name)
             for callback in _model_checkpoints(run)
             for step, name in callback.names.items()
-            if callback._storage is not None and (step != unfinished_step or callback._folder is not self._folder)
+            if callback._storage is not None and (step != unfinished_step or callback._storage is not self._storage)
         }
         if paths:
             run.last_checkpoint = paths[max(paths)]

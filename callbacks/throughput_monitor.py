@@ -22,7 +22,9 @@ class ThroughputMonitor(Callback):
 
     ==============================  ==================================================================================
     ``throughput/samples_per_sec``  samples
-    ``throughput/tokens_per_sec``   the counts of the :class:`engine.Loss` objects, or the values of ``tokens_fn``
+    ``throughput/tokens_per_sec``   tokens of the run's clock, where rows have one length (``tokens_per_sample``); else the counts of the
+                                    :class:`engine.Loss` objects; or the values of ``tokens_fn``
+    ``throughput/padding``          the share of the clock's tokens that no ``Loss`` counts, such as padding, if the clock knows them
     ``throughput/steps_per_sec``    optimizer steps
     ``throughput/flops_per_sec``    floating point operations of forward and backward pass
     ``throughput/mfu``              ``flops_per_sec`` divided by the devices' peak (model FLOPs utilization)
@@ -135,6 +137,11 @@ class ThroughputMonitor(Callback):
         values = {"samples_per_sec": (now.samples - before.samples) / seconds, "steps_per_sec": steps / seconds}
         if self.tokens_fn is not None:
             values["tokens_per_sec"] = own_tokens * run.engine.loss_group.world_size / run.world_size / seconds
+        elif now.clock_tokens is not None:
+            tokens = now.clock_tokens - (before.clock_tokens or 0)
+            values["tokens_per_sec"] = tokens / seconds
+            if now.tokens is not None and tokens:
+                values["padding"] = max(0.0, 1 - (now.tokens - (before.tokens or 0.0)) / tokens)
         elif now.tokens is not None:
             values["tokens_per_sec"] = (now.tokens - (before.tokens or 0.0)) / seconds
         if flops:
@@ -184,11 +191,12 @@ class ThroughputMonitor(Callback):
 class _Counters:
     """Counters at a log boundary."""
 
-    __slots__ = ("batches", "own_tokens", "samples", "seconds", "step", "tokens")
+    __slots__ = ("batches", "clock_tokens", "own_tokens", "samples", "seconds", "step", "tokens")
 
     def __init__(self, run: Run, own_tokens: float) -> None:
         self.step, self.batches, self.samples, self.own_tokens = run.step, run.state.batches, run.samples, own_tokens
         self.tokens = run.tokens
+        self.clock_tokens = run.clock.tokens if run.clock.tokens_per_sample else None
         self.seconds = time.perf_counter() - run.times.validation - run.times.checkpoint
 
 

@@ -18,6 +18,7 @@ _SWITCHED_OFF = {
     "log_every_n_steps": 0,
     "max_epochs": None,
     "max_time": None,
+    "max_duration": None,
     "min_epochs": None,
     "min_steps": None,
     "num_sanity_val_steps": 0,

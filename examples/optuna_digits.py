@@ -8,7 +8,6 @@ Needs Optuna, which proposes the values: ``pip install optuna``.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -40,7 +39,8 @@ def train(trial: optuna.trial.BaseTrial, args: argparse.Namespace) -> float:
         accelerator=args.accelerator,
         devices=1,  # each trial is one process; several can run side by side on one study
         max_epochs=args.max_epochs,
-        root_dir=Path(args.root_dir) / f"trial={trial.number}",
+        root_dir=args.root_dir,
+        name=f"trial={trial.number}",
         callbacks=[ReportToTrial(trial, "val/accuracy"), EarlyStopping("val/loss", patience=3)],
     )
     seed_everything(args.seed)  # the trials differ in what is searched for, not in their first weights

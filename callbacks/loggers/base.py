@@ -122,6 +122,8 @@ class Logger(Callback):
         self._position: Position = START
         # The position before the values of an epoch that was cut off: a resumed run logs the whole epoch in their place.
         self._before_partial: Position | None = None
+        # The position after which rows of the run's own step are removed before the next one: not if nothing more is logged, because that run stops.
+        self._take_back_after: Position | None = None
         self._row_step = -1  # the step of the last values
         self._restored: dict[str, Any] | None = None
         # Calls before the training starts: they wait until the earlier run's rows are removed.
@@ -240,7 +242,7 @@ class Logger(Callback):
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         restored, self._restored = self._restored, None
         self._position = START if restored is None else (int(restored["step"]), int(restored["number"]))
-        self._before_partial = None
+        self._before_partial = self._take_back_after = None
         if self._sender is None or self._sent_mark is None:
             return
         self._training = True
@@ -249,10 +251,9 @@ class Logger(Callback):
             self._row_step = self._sent_mark.row_step
             self._sender.submit(Item(partial(self.rewind, run.step)))
             if restored is not None and self.takes_back:
-                position = self._position if self._position[0] == run.step else (run.step, 0)
-                if numbers := self._sent_mark.take_back(position):
-                    self._sender.submit(Item(partial(self.take_back, run.step, numbers)))
-                self._row_step = self._sent_mark.row_step
+                self._take_back_after = self._position if self._position[0] == run.step else (run.step, 0)
+                if self._early or restored["waiting"]:
+                    self._take_back_rows()
         self._send_early()
         for position, moment, values in [] if restored is None else restored["waiting"]:
             self._send_row((int(position[0]), int(position[1])), values, Moment(*moment))
@@ -350,11 +351,23 @@ class Logger(Callback):
 
     def _next_moment(self, run: Run) -> Moment | None:
         """Count a log event, and return its moment; ``None``: it was sent before."""
+        if self._take_back_after is not None:
+            self._take_back_rows()
         step = run.step
         self._position = step, self._position[1] + 1 if step == self._position[0] else 1
         if self._has_been_sent(self._position):
             return None
         return Moment(step, run.epoch, run.samples, time.time())
+
+    def _take_back_rows(self) -> None:
+        """Remove the rows that the run which is resumed has sent after its checkpoint."""
+        assert self._take_back_after is not None
+        assert self._sent_mark is not None
+        assert self._sender is not None
+        step = self._take_back_after[0]
+        if numbers := self._sent_mark.take_back(self._take_back_after):
+            self._sender.submit(Item(partial(self.take_back, step, numbers)))
+        self._row_step, self._take_back_after = self._sent_mark.row_step, None
 
     def _has_been_sent(self, position: Position) -> bool:
         return self._training and self._sent_mark is not None and position <= self._sent_mark.sent

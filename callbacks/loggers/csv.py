@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,14 +15,11 @@ from engine import Run
 from .append_file import AppendFile, replace_file
 from .base import Logger, Moment
 from .bounded_lines import LONGEST_OWN, is_whole
+from .csv_cells import from_cell, to_cell
 
 _FIXED = ("step", "epoch")
 _RUN_STEP = "run_step"
 _CONFIG = "config.yaml"
-_FORMULA = r"=+\-@\uff1d\uff0b\uff0d\uff20\t\r\n"
-"""First characters of a cell that a spreadsheet takes for a formula, also after characters that it may take for a cell's end (``;``, tabs)."""
-_RISKY = re.compile(rf"""(^|[;\t\r\n])(?=["'{_FORMULA}])""")
-_MARKED = re.compile(rf"""(^|[;\t\r\n])'(?=["'{_FORMULA}])""")
 
 
 class CSVLogger(Logger):
@@ -210,16 +206,6 @@ def _line(cells: Iterable[Any]) -> bytes:
     text = io.StringIO(newline="")
     csv.writer(text).writerow(cells)
     return text.getvalue().encode()
-
-
-def to_cell(text: str) -> str:
-    """Return ``text`` as a cell that a spreadsheet shows, and does not calculate. Source: OWASP, CSV Injection."""
-    return _RISKY.sub(r"\1'", text)
-
-
-def from_cell(cell: str) -> str:
-    """Return the text of a cell of :func:`to_cell`."""
-    return _MARKED.sub(r"\1", cell)
 
 
 def free_name(path: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engine import Callback, terminal_text
 
 from ..text import keep_random_state, results_table
-from .estimates import Progress, RunEstimates, duration, number, speed
+from .estimates import Progress, RunEstimates, duration, epochs_per_line, number, speed
 from .screen import Screen, screen_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ class ProgressBar(Callback):
     In its bottom rows a terminal shows a bar for the epoch, a bar for the evaluation under way, and below them the metrics on lines of their own;
     everything that any rank prints or logs scrolls above them. A notebook shows the same in its cell. Elsewhere (files, pipes, continuous
     integration, processes forked from a notebook) the callback writes a line every ``interval_s`` seconds. When an epoch ends, and after an
-    error, a line stays. ``Fit.validate`` and ``Fit.test`` end with a table.
+    error, a line stays; in runs of more than 1,000 epochs every n-th of them leaves one (n is 2, 5, 10, ...), and the last.
+    ``Fit.validate`` and ``Fit.test`` end with a table.
 
     Only the main process shows anything. It draws in the training process itself, at most ``refresh_rate`` times a second; a step in between only
     reads the clock. Nothing waits for the device. The terminal is also restored after an error and Ctrl-C; after SIGKILL the bars
@@ -110,6 +111,8 @@ class ProgressBar(Callback):
 
     def on_train_epoch_start(self, run: Run, module: nn.Module) -> None:
         if self._screen is not None:
+            if (run.epoch - 1) % epochs_per_line(run):
+                self._ended_line = ""
             self._write_epoch(run, module)
             self._training = True
             self._estimates.begin_epoch(run)
@@ -223,10 +226,14 @@ class ProgressBar(Callback):
         metrics = wrap_items(_metric_texts(self.get_metrics(run, module)), screen.width - 1, screen.height - len(lines))
         screen.draw([*lines, *metrics])
 
+    def pause_s(self) -> float:
+        """The seconds between two drawings."""
+        return 1.0 / self.refresh_rate
+
     def _plan_next_drawing(self) -> None:
         """Set the time of the next drawing."""
         live = self._screen is not None and self._screen.live
-        self._next = time.monotonic() + (1.0 / self.refresh_rate if live else min(1.0, self.interval_s))
+        self._next = time.monotonic() + (self.pause_s() if live else min(1.0, self.interval_s))
 
     def _as_text(self, progress: Progress) -> str:
         """Return a bar's content as text."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine import Run
 
 
+MOST_LINES = 1_000
+"""Largest number of epochs that all leave a line."""
 MANY = 10_000
 """Largest number of epochs whose windows are looked up one by one."""
 RECENT = 60
@@ -46,9 +50,9 @@ class Progress:
 class RunEstimates:
     """Measures the progress of one run with the run's counters and the clock: nothing waits for a device.
 
-    The rate is the one of the last minute, without validation and without the first step, in which much is compiled and loaded. The time
-    left counts the remaining micro-batches and validations. Until a validation has been measured, one of its batches
-    is taken to last as long as a micro-batch of the training.
+    The rate is the one of the epoch under way, without validation and without the run's first step, in which much is compiled and loaded. The
+    time left is estimated from the last minute: it counts the remaining micro-batches and validations. Until a validation has been measured,
+    one of its batches is taken to last as long as a micro-batch of the training.
     """
 
     def __init__(self) -> None:
@@ -56,6 +60,9 @@ class RunEstimates:
         self._evaluation_s = 0.0  # seconds in evaluations
         self._epoch_began = self._eval_began = 0.0
         self._first_step = 0
+        self._rate_from: tuple[float, int] | None = (
+            None  # seconds of training and step from which the epoch's rate counts
+        )
         self._length: int | None = None  # micro-batches of the last epoch
         self._validation_s: float | None = None
         self._eval_batch_s: float | None = None
@@ -73,10 +80,12 @@ class RunEstimates:
     def begin_epoch(self, run: Run) -> None:
         """Note that an epoch starts, or continues after a resume."""
         self._epoch_began, self._first_step = self._training_clock(), run.step
+        self._rate_from = (self._epoch_began, run.step) if self._recent else None
 
     def measure(self, run: Run) -> None:
         """Take a measurement after a micro-batch. Called before a bar is drawn."""
         now = self._training_clock()
+        self._rate_from = self._rate_from or (now, run.step)
         if not self._recent or now - self._recent[-1][0] >= 1.0:
             self._recent.append((now, run.step, run.state.batches))
 
@@ -161,7 +170,11 @@ class RunEstimates:
         return self._training_clock() - seconds, run.step - step, run.state.batches - batches
 
     def _rate(self, run: Run) -> float | None:
-        seconds, steps, _ = self._recent_work(run)
+        """Steps a second in this epoch; until one is done, those of the last minute."""
+        if self._rate_from is not None and run.step > self._rate_from[1]:
+            seconds, steps = self._training_clock() - self._rate_from[0], run.step - self._rate_from[1]
+        else:
+            seconds, steps, _ = self._recent_work(run)
         return steps / seconds if steps and seconds > 0 else None
 
     def _training_position(self, run: Run) -> str:
@@ -173,6 +186,8 @@ class RunEstimates:
         """Optimizer steps and micro-batches that the training has left on this rank. An epoch's last window may be a short one."""
         state, length = run.state, run.num_train_batches or self._length
         window = run.window_at(state.epoch)
+        if run.control.max_length is not None:
+            return self._work_of_length(run)
         steps_left = math.inf if run.max_steps is None else max(0, run.max_steps - run.step)
         epochs = math.inf if run.max_epochs is None else run.max_epochs
         if not length or steps_left == epochs == math.inf:
@@ -194,6 +209,17 @@ class RunEstimates:
         later, batches = self._later_work
         return steps + int(later), batches_left + int(batches)
 
+    def _work_of_length(self, run: Run) -> tuple[int, int] | None:
+        """Steps and micro-batches that a training with ``max_duration`` has left, also if another limit ends it before."""
+        control = run.control
+        total = run.loaders.total_steps(control.max_epochs, control.max_steps, control.max_length)
+        samples = None if run.train_loader is None else run.train_loader.samples_of_round
+        if total is None or not samples or run.control.max_length is None:
+            return None
+        steps, end = max(0, total - run.step), run.loaders.samples_of(run.control.max_length) or 0
+        batches = max(0, -(-(end - run.samples) // samples))
+        return steps, min(batches, steps * run.loaders.largest_window())
+
     def _seconds_left(self, run: Run) -> float | None:
         """Seconds that the training has left, with its validations; ``None``: not known."""
         seconds, _, done = self._recent_work(run)
@@ -209,8 +235,8 @@ class RunEstimates:
             if self.eval_name == "validation":
                 seconds_left += max(0.0, validation_s - (time.monotonic() - self._eval_began))
             estimates.append(seconds_left)
-        if run.settings.max_time is not None:
-            estimates.append(max(0.0, run.settings.max_time.value - run.elapsed_s))
+        if run.control.max_time is not None:
+            estimates.append(max(0.0, run.control.max_time.value - run.elapsed_s))
         return min(estimates) if estimates else None
 
     def _one_validation(self, run: Run, batch_s: float) -> float:
@@ -232,7 +258,7 @@ class RunEstimates:
         if not length:
             return 0
         now = state.epoch + Fraction(min(state.batch_idx, length), length)
-        value = Fraction(every.value).limit_denominator(1_000_000)
+        value = every.exact
         return math.floor((now + Fraction(batches, length)) / value) - math.floor(now / value)
 
 
@@ -253,6 +279,21 @@ def _whole_epochs(run: Run, first: int, end: float, length: int, max_steps: floa
 
 def _sum_or_none(counts: list[int | None]) -> int | None:
     return None if any(count is None for count in counts) else sum(count or 0 for count in counts)
+
+
+def epochs_per_line(run: Run) -> int:
+    """Return the n of "every n-th epoch leaves a line": 1, or in runs of thousands of epochs 2, 5, 10, ..., for at most :data:`MOST_LINES`."""
+    ends = [run.state.epoch + 1 if run.max_epochs is None else run.max_epochs]
+    if run.max_steps is not None and run.num_train_batches:
+        ends.append(-(-run.max_steps * run.window_at(run.state.epoch) // run.num_train_batches))
+    epochs = (max if run.max_epochs is None else min)(ends)
+    return next(n for n in _one_two_five() if epochs <= n * MOST_LINES)
+
+
+def _one_two_five() -> Iterator[int]:
+    """Yield 1, 2, 5, 10, 20, 50, ..."""
+    for power in count():
+        yield from (10**power, 2 * 10**power, 5 * 10**power)
 
 
 def duration(seconds: float | None) -> str:

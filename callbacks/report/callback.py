@@ -63,7 +63,8 @@ class Report(Callback):
         self._best: Path | str | None = None  # the best checkpoint in the record
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
-        """
+        """Prepare the record of a run.
+
         Raises:
             ValueError: the run has a second ``Report``, which would record everything twice.
         """
@@ -108,6 +109,11 @@ class Report(Callback):
         record, self._record, self._optimizers = self._record, None, []
         self._record_best(run, record)
         result, error = run.result(), run.exception
+        for name, rows in result.tables.items():
+            columns = list(dict.fromkeys(column for row in rows for column in row))
+            record.add(
+                "table", name=name, columns=columns, rows=[[row.get(column) for column in columns] for row in rows]
+            )
         failed = error is not None and not run.interrupted
         record.add(
             "end",

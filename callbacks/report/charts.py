@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from .runs import RunData
 Chart = dict[str, Any]
 """A chart: ``title``, ``group`` (a key of :data:`GROUPS`), ``unit``, and ``series``. A series has the number of its ``run``, ``name``, ``color`` and
 ``dash`` (numbers), the places of ``x`` (steps), ``t`` (seconds) and ``y`` among the points, and counts: ``total``, ``odd`` (NaN, infinite)."""
-COLORS = 8
-"""Number of colors of the page."""
+COLORS, DASHES = 8, 4
+"""Numbers of colors and of dashes of the page."""
 GROUPS = {
     "Metrics": "Metrics",
     **dict.fromkeys(("Learning rate", "Gradient norm", "Throughput", "Memory", "Machine"), "Optimization and machine"),
@@ -38,8 +38,9 @@ _LOGGED = (
 def charts_of(runs: Sequence[RunData], max_points: int) -> tuple[list[Chart], str]:
     """Return the charts in their order, and all points as one text (:class:`.curves.Packed`)."""
     placed: dict[tuple[str, str, str], list[tuple[int, str, Curve]]] = {}
+    twice = _logged_twice(name for run in runs for name in run.metrics)
     for number, run in enumerate(runs):
-        for chart, name, curve in _curves_with_charts(run):
+        for chart, name, curve in _curves_with_charts(run, twice):
             placed.setdefault(chart, []).append((number, name, curve))
     limit = share([curve for series in placed.values() for _, _, curve in series], max_points)
     packed, looks = Packed(), _Looks()
@@ -65,6 +66,7 @@ class _Looks:
     def looks_of(self, names: Sequence[str]) -> dict[str, dict[str, int]]:
         """Name of each series of one chart -> its color and dash."""
         looks: dict[str, dict[str, int]] = {}
+        stages = {_STAGES[staged[1]] for name in names if (staged := _STAGE.match(name))}
         for name in names:
             staged = _STAGE.match(name)
             if staged and (number := _STAGES[staged[1]]) not in [look["color"] for look in looks.values()]:
@@ -72,7 +74,9 @@ class _Looks:
                 continue
             used = {look["color"] for look in looks.values()}
             turn = [(len(set(_STAGES.values())) + self._others + more) % COLORS for more in range(COLORS)]
-            looks[name] = {"color": next((color for color in turn if color not in used), turn[0]), "dash": len(looks)}
+            dashes = stages | {look["dash"] for look in looks.values()}
+            dash = next((dash for dash in range(DASHES) if dash not in dashes), len(looks))
+            looks[name] = {"color": next((color for color in turn if color not in used), turn[0]), "dash": dash}
             self._others += 1
         return looks
 
@@ -89,9 +93,24 @@ def _points(curve: Curve, limit: int, packed: Packed) -> dict[str, Any]:
     }
 
 
-def _curves_with_charts(run: RunData) -> list[tuple[tuple[str, str, str], str, Curve]]:
-    """Chart (group, title, unit), name and curve of each curve of a run."""
-    placed = [(_chart_of(name), name, curve) for name, curve in run.metrics.items()]
+def stage_of(name: str) -> str:
+    """Return the stage that the name of a logged value begins with: ``"train"``, ``"val"`` or ``"test"``; empty: none."""
+    staged = _STAGE.match(name)
+    return ("train", "val", "test")[_STAGES[staged[1]]] if staged else ""
+
+
+def _logged_twice(names: Iterable[str]) -> set[str]:
+    """Return the names of values that were logged with ``on_step`` and ``on_epoch``, as ``name_step`` and ``name_epoch``."""
+    all_names = set(names)
+    return {name[:-5] for name in all_names if name.endswith("_step") and f"{name[:-5]}_epoch" in all_names}
+
+
+def _curves_with_charts(run: RunData, twice: Collection[str]) -> list[tuple[tuple[str, str, str], str, Curve]]:
+    """Chart (group, title, unit), name and curve of each curve of a run. ``twice``: names of :func:`_logged_twice`."""
+    placed = []
+    for name, curve in run.metrics.items():
+        whole = re.sub(r"_(step|epoch)$", "", name)
+        placed.append((_chart_of(whole if whole in twice else name), name, curve))
     if not any(place[0] == "Learning rate" for place, _, _ in placed):
         placed += _under_chart(run.rates, ("Learning rate", "learning rate", ""))
     for name, curve in run.speed.items():

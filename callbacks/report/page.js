@@ -2,7 +2,7 @@
 
 // Draws the charts. The data are in #data (which curves there are) and #points (base64 of gzip: arrays of numbers).
 
-const DASHES = 4, COLORS = 8, HEIGHT = 216, MOST_ROWS = 100;
+const DASHES = 4, COLORS = 8, HEIGHT = 216, MOST_ROWS = 100, MOST_MARKS = 30, MOST_LEGEND = 12, POLL_MS = 2000;
 const view = { axis: "x", log: false, smooth: 0, range: null, hidden: new Set(), filter: "" };
 
 function make(tag, attributes = {}, ...children) {
@@ -95,10 +95,11 @@ class Chart {
     this.figure = figure; this.title = chart.title; this.unit = chart.unit; this.several = runs.length > 1;
     const names = new Set(chart.series.map((one) => one.name));
     this.series = chart.series.map((one) => ({
-      ...one, label: !this.several ? one.name : names.size > 1 ? `${runs[one.run]}: ${one.name}` : runs[one.run],
+      ...one, of: runs[one.run], label: !this.several ? one.name : names.size > 1 ? `${runs[one.run]}: ${one.name}` : runs[one.run],
       look: `c${(this.several ? one.run : one.color) % COLORS} s${one.dash % DASHES}`,
     }));
     this.words = `${chart.title} ${[...names].join(" ")}`.toLowerCase();
+    this.names = names;
     this.cursor = null;
     this.build();
   }
@@ -241,6 +242,11 @@ class Chart {
     const path = make("path", { class: `${kind} ${one.look}`, d: parts.join("").replace(/M([\d.-]+ [\d.-]+)(?=M|$)/g, "M$1h0") });  // h0: a lone point is a dot
     if (named) { path.dataset.name = one.name; path.dataset.run = one.run; }
     this.svg.append(this.cropped(path));
+    if (named && to - from <= MOST_MARKS) {
+      const dots = [];
+      for (let i = from; i < to; i++) if (Number.isFinite(ys[i]) && (!view.log || ys[i] > 0)) dots.push(`M${x(xs[i]).toFixed(2)} ${y(ys[i]).toFixed(2)}h0`);
+      this.svg.append(this.cropped(make("path", { class: `marks c${one.look.slice(1, 2)}`, d: dots.join("") })));
+    }
   }
 
   cropped(path) {  // an inner svg hides what is outside of it
@@ -250,10 +256,7 @@ class Chart {
   }
 
   describe(shown) {
-    this.legend.replaceChildren(...shown.map((one) => {
-      const line = make("svg", { class: "swatch", viewBox: "0 0 24 11", "aria-hidden": "true" }, make("path", { class: `curve ${one.look}`, d: "M1 5.5H23" }));
-      return make("li", {}, line, make("span", {}, one.label), " ", make("b", {}, short(one.y[one.y.length - 1], this.unit)));
-    }));
+    this.fillLegend(shown);
     this.summary.textContent = shown.map((one) => {
       let low = 0, high = 0;
       one.y.forEach((y, i) => {
@@ -269,6 +272,29 @@ class Chart {
     this.note.textContent = [odd ? `${odd} ${odd === 1 ? "value is" : "values are"} not finite.` : "", thin].filter(Boolean).join(" ");
     this.note.hidden = !this.note.textContent;
     if (this.details.open) this.fillTable();
+  }
+
+  // Of several runs each has one entry, with a value for each of its curves; a second line names these.
+  fillLegend(shown) {
+    const swatch = (look) => make("svg", { class: "swatch", viewBox: "0 0 24 11", "aria-hidden": "true" }, make("path", { class: `curve ${look}`, d: "M1 5.5H23" }));
+    const last = (one) => make("b", {}, short(one.y[one.y.length - 1], this.unit));
+    if (!this.several || this.names.size === 1) {
+      const rest = shown.length - MOST_LEGEND;
+      const items = shown.slice(0, rest > 1 ? MOST_LEGEND : shown.length).map((one) => make("li", {}, swatch(one.look), make("span", {}, one.label), " ", last(one)));
+      this.legend.replaceChildren(...items, ...(rest > 1 ? [make("li", {}, `and ${rest} more`)] : []));
+      return;
+    }
+    const byRun = new Map(), dashes = new Map();
+    for (const one of shown) {
+      if (!byRun.has(one.run)) byRun.set(one.run, []);
+      byRun.get(one.run).push(one);
+      dashes.set(one.name, one.dash % DASHES);
+    }
+    const names = [...dashes].map(([name, dash]) => make("li", { class: "name" }, swatch(`s${dash} quiet`), make("span", {}, name)));
+    const rest = byRun.size - MOST_LEGEND;
+    const runs = [...byRun.values()].slice(0, rest > 1 ? MOST_LEGEND : byRun.size).map((series) => make("li", {}, swatch(series[0].look.slice(0, 2)),
+      make("span", {}, series[0].of), " ", ...series.flatMap((one, i) => (i ? [" / ", last(one)] : [last(one)]))));
+    this.legend.replaceChildren(...names, ...runs, ...(rest > 1 ? [make("li", {}, `and ${rest} more`)] : []));
   }
 
   fillTable() {
@@ -374,6 +400,11 @@ function redraw() {
   for (const chart of charts) chart.draw();
 }
 
+function filter() {
+  for (const chart of charts) chart.figure.hidden = !chart.words.includes(view.filter);
+  for (const group of document.querySelectorAll(".group")) group.hidden = !group.querySelector("figure:not([hidden])");
+}
+
 function zoom(range) {
   if (!range && !view.range) return;
   view.range = range;
@@ -392,24 +423,61 @@ function controls(runs) {
   place.append(make("fieldset", {}, make("legend", {}, "Across"), axis("steps", "x", { checked: "" }), axis("training time", "t")));
   place.append(box("checkbox", "logarithmic", {}, (input) => { view.log = input.checked; redraw(); }));
   place.append(box("range", "smoothing", { min: 0, max: 0.99, step: 0.01, value: 0 }, (input) => { view.smooth = +input.value; redraw(); }));
-  if (charts.length > 6) place.append(box("search", "find", { placeholder: "name of a metric" }, (input) => {
-    view.filter = input.value.trim().toLowerCase();
-    for (const chart of charts) chart.figure.hidden = !chart.words.includes(view.filter);
-    for (const group of document.querySelectorAll(".group")) group.hidden = !group.querySelector("figure:not([hidden])");
-  }));
-  if (runs.length > 1) place.append(make("fieldset", {}, make("legend", {}, "Runs"), ...runs.map((name, run) => {
+  if (charts.length > 6) place.append(box("search", "find", { placeholder: "name of a metric" }, (input) => { view.filter = input.value.trim().toLowerCase(); filter(); }));
+  const boxes = make("fieldset", {}, make("legend", {}, "Runs"));
+  if (runs.length > 1) place.append(runs.length > MOST_LEGEND ? make("details", {}, make("summary", {}, `${runs.length} runs`), boxes) : boxes);
+  if (runs.length > 1) boxes.append(...runs.map((name, run) => {
     const label = box("checkbox", name, { checked: "" }, (input) => { if (input.checked) view.hidden.delete(run); else view.hidden.add(run); redraw(); });
     label.append(make("svg", { class: "swatch", viewBox: "0 0 24 11", "aria-hidden": "true" }, make("path", { class: `curve c${run % COLORS}`, d: "M1 5.5H23" })));
     return label;
-  })));
+  }));
   whole = make("button", { type: "button", hidden: "" }, "Show the whole range");
   whole.addEventListener("click", () => zoom(null));
   place.append(whole);
   place.after(make("p", { class: "note", id: "keys" }, "Drag across a chart to zoom in. With the keyboard: arrow keys read values, + and − zoom, Escape shows the whole range."));
 }
 
-async function start() {
-  const { runs, charts: known } = JSON.parse(document.getElementById("data").textContent);
+// -- the table of runs -------------------------------------------------------------------------------------------------------------
+
+const sorted = { head: "", up: true };
+
+function sort(table) {
+  const heads = [...table.tHead.rows[0].cells], column = heads.findIndex((head) => head.textContent === sorted.head);
+  if (column < 0) return;
+  for (const head of heads) head.removeAttribute("aria-sort");
+  heads[column].setAttribute("aria-sort", sorted.up ? "ascending" : "descending");
+  const numeric = heads[column].classList.contains("number"), way = sorted.up ? 1 : -1;
+  const keyed = [...table.tBodies[0].rows].map((row) => {
+    const cell = row.cells[column], text = cell.tagName === "TH" ? cell.textContent : cell.dataset.value;
+    const key = text === undefined ? null : numeric ? Number(text.replace("inf", "Infinity")) : text;
+    return { row, run: +row.dataset.run, key: Number.isNaN(key) ? null : key };  // also "nan"
+  });
+  keyed.sort((a, b) => {
+    if (a.key === null || b.key === null) return (a.key === null) - (b.key === null) || a.run - b.run;  // rows without a value stay below
+    return way * (numeric ? (a.key > b.key) - (a.key < b.key) : a.key.localeCompare(b.key, "en", { numeric: true })) || a.run - b.run;
+  });
+  table.tBodies[0].append(...keyed.map((one) => one.row));
+}
+
+function sortable() {
+  for (const table of document.querySelectorAll("table.sortable")) {
+    for (const head of table.tHead.rows[0].cells) {
+      const button = make("button", { type: "button" }, head.textContent);
+      head.replaceChildren(button);
+      button.addEventListener("click", () => {
+        sorted.up = sorted.head === button.textContent ? !sorted.up : true;
+        sorted.head = button.textContent;
+        sort(table);
+      });
+    }
+    sort(table);
+  }
+}
+
+async function draw() {
+  const { runs, labels, charts: known } = JSON.parse(document.getElementById("data").textContent);
+  sortable();
+  charts.length = 0;
   if (!known.length) return;
   const buffer = await decoded(document.getElementById("points").textContent);
   document.getElementById("points").remove();
@@ -417,10 +485,61 @@ async function start() {
   for (const figure of document.querySelectorAll("figure[data-chart]")) {
     const chart = known[figure.dataset.chart];
     chart.series = chart.series.map((one) => ({ ...one, x: array(one.x), t: array(one.t), y: array(one.y) }));
-    charts.push(new Chart(figure, chart, runs));
+    charts.push(new Chart(figure, chart, labels));
   }
-  controls(runs);
+  if (!document.getElementById("keys")) controls(labels);
+  filter();
   redraw();
+}
+
+// -- a page that a server gives ----------------------------------------------------------------------------------------------------
+
+const data = () => JSON.parse(document.getElementById("data").textContent);
+const title = (details) => `${details.closest("figure")?.querySelector("h4").textContent} ${details.querySelector("summary").textContent}`;
+
+// Takes the server's newer page into this one. What a reader has chosen, opened and focused stays.
+async function update() {
+  const answer = await fetch("/", { cache: "no-store" });
+  if (!answer.ok) throw new Error(await answer.text());
+  const next = new DOMParser().parseFromString(await answer.text(), "text/html");
+  const newer = JSON.parse(next.getElementById("data").textContent), older = data(), names = (one) => JSON.stringify(one.runs);
+  if (names(newer) !== names(older) || !older.charts.length) { location.reload(); return newer.live; }
+  const open = new Set([...document.querySelectorAll("details[open]")].map(title)), top = scrollY, active = document.activeElement;
+  const plot = charts.find((chart) => chart.plot === active), cursor = plot?.cursor, head = active?.closest(".sortable thead") ? active.textContent : null;
+  next.getElementById("controls").replaceWith(document.getElementById("controls"), document.getElementById("keys"));
+  next.querySelector("header").append(document.getElementById("live"));
+  document.title = next.title;
+  for (const part of ["header", "main", "#data"]) document.querySelector(part).replaceWith(next.querySelector(part));
+  document.body.append(next.getElementById("points"));
+  await draw();
+  for (const details of document.querySelectorAll("details")) details.open ||= open.has(title(details));
+  scrollTo(0, top);
+  const again = plot && charts.find((chart) => chart.title === plot.title);
+  if (again) { again.plot.focus(); again.show(cursor); }
+  if (head !== null) [...document.querySelectorAll(".sortable thead button")].find((button) => button.textContent === head)?.focus();
+  return newer.live;
+}
+
+async function follow(version) {
+  const note = make("p", { class: "note", id: "live", role: "status" }, "This page follows the training.");
+  document.querySelector("header").append(note);
+  for (;;) {
+    await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+    if (document.hidden || charts.some((chart) => chart.pressed !== undefined)) continue;
+    let text = "This page follows the training.";
+    try {
+      const newest = await (await fetch("/version", { cache: "no-store" })).text();
+      if (newest !== version) version = await update();
+    } catch {
+      text = "The server has ended, or cannot read the runs: this page stays as it was last.";
+    }
+    if (note.textContent !== text) note.textContent = text;
+  }
+}
+
+async function start() {
+  await draw();
+  if (data().live) follow(data().live);
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraw(); } });
 }

@@ -5,23 +5,22 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ..text import Html, element, html_table, join
 from .charts import GROUPS, Chart, charts_of
-from .runs import PHASES, RunData, give_names, runs_in
+from .page_text import duration, moment, number, run_status
+from .run_table import differing_settings, run_table
+from .runs import PHASES, RunData, read_runs
 
 MOST_POINTS = 1_000_000
 _FOLDER = Path(__file__).parent
-_PLACES = ("root_dir",)
-"""Settings whose values may differ between runs that count as equal."""
-_GOOD, _BAD = ("completed", "stopped"), ("failed", "no end recorded", "interrupted")
+_SIDE_BY_SIDE = 12
+"""Largest number of runs that stand beside each other in a table; more are rows."""
 
 
 def write_report(
@@ -54,15 +53,7 @@ def write_report(
         raise ValueError(
             f"write_report(folders={list(folders)}, max_points={max_points}): give a folder, and at least 100 points"
         )
-    runs_by_folder = {
-        run.folder.resolve(): run for folder in folders for run in runs_in(Path(folder).expanduser(), only)
-    }
-    runs = list(runs_by_folder.values())
-    give_names(runs)
-    evaluations = [run for run in runs if not run.trained]
-    runs = [run for run in runs if run.trained] or runs
-    if runs == evaluations:
-        evaluations = []
+    runs, evaluations = read_runs(folders, only)
     if path is None:
         path = runs[0].folder / "report.html" if len(runs) == 1 else Path(folders[0]) / "comparison.html"
     path = Path(path).expanduser()
@@ -76,8 +67,13 @@ def write_report(
     return path
 
 
-def page(runs: Sequence[RunData], max_points: int, evaluations: Sequence[RunData] = ()) -> str:
-    """Return the whole page. ``evaluations``: runs that trained nothing, next to the ``runs`` that did."""
+def page(runs: Sequence[RunData], max_points: int, evaluations: Sequence[RunData] = (), live: str = "") -> str:
+    """Return the whole page.
+
+    Args:
+        evaluations: runs that trained nothing, next to the ``runs`` that did.
+        live: version of the files, if a server gives the page, which then asks for newer ones; empty: the page is a file.
+    """
     charts, points = charts_of(runs, max_points)
     style, script = (_asset(name) for name in ("page.css", "page.js"))
     title = f"Training report: {runs[0].name}" if len(runs) == 1 else f"Training report: {len(runs)} runs"
@@ -85,6 +81,7 @@ def page(runs: Sequence[RunData], max_points: int, evaluations: Sequence[RunData
         "main",
         curves(runs, charts),
         None if len(runs) > 1 else results(runs[0]),
+        tables_of(runs),
         differences(runs),
         evaluated(evaluations),
         where_the_time_went(runs),
@@ -98,7 +95,8 @@ def page(runs: Sequence[RunData], max_points: int, evaluations: Sequence[RunData
         "style_hash": _hash(style),
         "script": script,
         "script_hash": _hash(script),
-        "data": _data({"runs": [run.name for run in runs], "charts": charts}),
+        "data": _data({"runs": [run.name for run in runs], "labels": _labels(runs), "live": live, "charts": charts}),
+        "connect": " connect-src 'self';" if live else "",
         "points": points,
     }
     # One pass: the texts that are put in are not searched for placeholders.
@@ -119,13 +117,22 @@ def _data(value: Any) -> Html:
     return Html(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
+def _labels(runs: Sequence[RunData]) -> list[str]:
+    """Return the runs' names for legends, without the folder that all of them share."""
+    names = [run.name for run in runs]
+    shared = names[0].partition("/")[0]
+    if any(name.partition("/")[0] != shared for name in names):
+        return names
+    return [name.partition("/")[2] or name for name in names]
+
+
 def header(runs: Sequence[RunData], title: str) -> Html:
     """Return the page's header: title, how the run ended, and its facts; of several runs a table."""
     notes = [element("p", run.note) for run in runs if run.note]
     if len(runs) > 1:
-        return element("header", element("h1", title), notes, _overview(runs))
+        return element("header", element("h1", title), notes, run_table(runs))
     run = runs[0]
-    status = element("p", _status(run), " ", run.reason)
+    status = element("p", run_status(run), " ", run.reason)
     pairs = [
         element("div", element("dt", name), element("dd", value), class_="wide" if len(value) > 20 else None)
         for name, value in _facts(run).items()
@@ -134,37 +141,18 @@ def header(runs: Sequence[RunData], title: str) -> Html:
     return element("header", element("h1", title), status, notes, element("dl", pairs))
 
 
-def _status(run: RunData) -> Html:
-    kind = "good" if run.status in _GOOD else "bad" if run.status in _BAD else "plain"
-    return element("strong", run.status, class_=f"status {kind}")
-
-
 def _facts(run: RunData) -> dict[str, str]:
     best = next((checkpoint["path"] for checkpoint in run.checkpoints if checkpoint["best"]), "")
     return {
         "steps": f"{run.step:,}",
         "epochs": "" if run.epochs is None else f"{run.epochs:,}",
-        "time": duration(run.seconds) if run.seconds else "",
+        "training time": duration(run.training_s) if run.training_s else "",
         "started": moment(run.started),
         "resumed": "" if run.starts < 2 else "once" if run.starts == 2 else f"{run.starts - 1} times",
         "best checkpoint": best.rstrip("/").rpartition("/")[2],
         **run.machine,
         "folder": str(run.folder),
     }
-
-
-def _overview(runs: Sequence[RunData]) -> Html:
-    rows: list[list[object]] = [
-        [
-            run.name,
-            _status(run),
-            f"{run.step:,}",
-            duration(run.seconds) if run.seconds else "",
-            element("time", moment(run.started)),
-        ]
-        for run in runs
-    ]
-    return html_table("Runs", ["run", "status", "steps", "time", "started"], rows, numbers_from=2)
 
 
 def curves(runs: Sequence[RunData], charts: Sequence[Chart]) -> Html:
@@ -199,23 +187,41 @@ def results(run: RunData) -> Html | None:
     return _section("results", "Results", html_table("Values of each metric", head, rows, numbers_from=1))
 
 
+def tables_of(runs: Sequence[RunData]) -> Html | None:
+    """Return the section with the tables that callbacks have made."""
+    tables = []
+    for run in runs:
+        for name, (columns, rows) in run.tables.items():
+            title = f"{name} of {run.name}" if len(runs) > 1 else name
+            cells: list[list[object]] = [[_cell(value) for value in row] for row in rows]
+            tables.append(html_table(title, list(columns), cells, numbers_from=1))
+    return _section("tables", "Tables", *tables) if tables else None
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "" if value is None else str(value)
+    return f"{value:,}" if isinstance(value, int) else number(value)
+
+
 def differences(runs: Sequence[RunData]) -> Html | None:
     """Return the section about what differs between runs: settings, and the last values of metrics."""
     if len(runs) < 2:
         return None
     names = [run.name for run in runs]
-    configs = [{name: value for name, value, _ in run.config} for run in runs]
-    defaults = {(name, value) for run in runs for name, value, origin in run.config if origin == "default"}
-    settings: list[list[object]] = []
-    for name in dict.fromkeys(name for config in configs for name in config if name not in _PLACES):
-        recorded = [config.get(name) for config in configs if config]
-        # A run of an earlier version lacks settings that came later, which had no other value than their default.
-        different = {
-            value for value in recorded if value is not None and (None not in recorded or (name, value) not in defaults)
-        }
-        if len(different) > 1 or (different and None in recorded):
-            settings.append([name, *(config.get(name, "not set" if config else "not recorded") for config in configs)])
-    no_differences = element("p", "The runs have the same configuration.")
+    settings: list[list[object]] = [
+        [
+            name,
+            *(
+                ("not set" if run.config else "not recorded") if value is None else value
+                for run, value in zip(runs, values, strict=True)
+            ),
+        ]
+        for name, values in differing_settings(runs)
+        if len(runs) <= _SIDE_BY_SIDE  # of more runs the table at the top has them
+    ]
+    above = len(runs) > _SIDE_BY_SIDE
+    no_differences = None if above else element("p", "The runs have the same configuration.")
     last: list[list[object]] = [
         [name, *(number(float(run.metrics[name].values[-1])) if name in run.metrics else "" for run in runs)]
         for name in sorted({name for run in runs for name in run.metrics})
@@ -224,8 +230,18 @@ def differences(runs: Sequence[RunData]) -> Html | None:
         "differences",
         "Differences",
         html_table("Settings that differ", ["setting", *names], settings) if settings else no_differences,
-        html_table("Last value of each metric", ["metric", *names], last, numbers_from=1) if last else None,
+        _table_of_runs("Last value of each metric", ["metric", *names], last, numbers_from=1) if last else None,
     )
+
+
+def _table_of_runs(
+    caption: str, head: list[object], rows: list[list[object]], *, numbers_from: int | None = None
+) -> Html:
+    """Return a table with a column for each run; if they are many, with a row for each run."""
+    if len(head) - 1 > _SIDE_BY_SIDE:
+        head, *rows = (list(cells) for cells in zip(head, *rows, strict=True))
+        head[0] = "run"
+    return html_table(caption, head, rows, numbers_from=numbers_from)
 
 
 def evaluated(runs: Sequence[RunData]) -> Html | None:
@@ -251,9 +267,10 @@ def where_the_time_went(runs: Sequence[RunData]) -> Html | None:
             rows.append([element("span", "", class_=f"key {phase}"), *cells])
             rows[-1][0] = Html(f"{rows[-1][0]}{element('span', text)}")
     rows.append(["in all", *(duration(sum(run.times.values())) for run in timed)])
-    bars = [_bar(run, len(timed) > 1) for run in timed]
+    bars = [_bar(run, len(timed) > 1) for run in timed] if len(timed) <= _SIDE_BY_SIDE else []
     head: list[object] = ["phase", *(run.name if len(timed) > 1 else "time" for run in timed)]
-    return _section("time", "Where the time went", bars, html_table("Time of each phase", head, rows, numbers_from=1))
+    table = _table_of_runs("Time of each phase", head, rows, numbers_from=1)
+    return _section("time", "Where the time went", bars, table)
 
 
 def _share_of_time(run: RunData, phase: str) -> float:
@@ -300,12 +317,19 @@ def checkpoints(runs: Sequence[RunData]) -> Html | None:
 def configuration(runs: Sequence[RunData]) -> Html | None:
     """Return the section with all settings and their origins; defaults are folded away."""
     parts: list[object] = []
+    shared = _shared_defaults(runs) if len(runs) > _SIDE_BY_SIDE else {}
+    if shared:
+        rows: list[list[object]] = [[name, _value(value)] for name, value in shared.items()]
+        summary = element("summary", f"{len(shared)} settings have their defaults in all runs")
+        parts.append(element("details", summary, html_table("Defaults in all runs", ["setting", "value"], rows)))
     for run in runs:
         changed_rows: list[list[object]] = [
             [name, _value(value), origin] for name, value, origin in run.config if origin != "default"
         ]
         default_rows: list[list[object]] = [
-            [name, _value(value)] for name, value, origin in run.config if origin == "default"
+            [name, _value(value)]
+            for name, value, origin in run.config
+            if origin == "default" and shared.get(name) != value
         ]
         title = f"Settings of {run.name}" if len(runs) > 1 else "Settings"
         tables = [html_table(title, ["setting", "value", "from"], changed_rows)] if changed_rows else []
@@ -321,6 +345,12 @@ def configuration(runs: Sequence[RunData]) -> Html | None:
     return _section("configuration", "Configuration", parts) if parts else None
 
 
+def _shared_defaults(runs: Sequence[RunData]) -> dict[str, str]:
+    """Return the settings that have the same default in all runs, by name."""
+    defaults = [{(name, value) for name, value, origin in run.config if origin == "default"} for run in runs]
+    return dict(sorted(set.intersection(*defaults)))
+
+
 def _value(value: str) -> Html:
     return element("code", value)
 
@@ -329,25 +359,3 @@ def _section(name: str, title: str, *children: object) -> Html:
     return element(
         "section", element("h2", title, id=f"{name}-title"), children, id=name, aria_labelledby=f"{name}-title"
     )
-
-
-def number(value: float) -> str:
-    """A number as text with six digits."""
-    return f"{value:.6g}" if math.isfinite(value) else str(value).replace("nan", "NaN").replace("inf", "∞")
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as text, such as ``1 h 02 min``, ``3 min 20 s``, ``4.21 s``."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, remainder = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {remainder:02} s"
-
-
-def moment(seconds: float | None) -> str:
-    """Return a time as a date and a time of day in this machine's time zone; empty if it is not valid."""
-    try:
-        return "" if not seconds else datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
-    except (OverflowError, ValueError, OSError):
-        return ""

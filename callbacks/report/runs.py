@@ -22,7 +22,7 @@ import yaml
 from engine import without_secrets
 
 from ..loggers.bounded_lines import bounded_lines
-from ..loggers.csv import from_cell
+from ..loggers.csv_cells import from_cell
 from .curves import Array, Curve, Points
 from .record import HEAD, NAME, PLACES, WHOLE, events, packed, sampled_lines
 
@@ -37,7 +37,7 @@ PHASES = {
     "unknown": "not measured (the run was killed, or is running)",
 }
 LARGEST_STEP = 1 << 53
-MOST_RUNS = 100
+MOST_RUNS = 250
 """Largest number of runs of one ``root_dir`` on a page."""
 _LARGEST = 64 << 20, 1 << 20
 """Size of the largest manifest, and of the largest file of settings, that is read, in bytes."""
@@ -71,13 +71,47 @@ class RunData:
     note: str = ""
     """Sentence for the page about the parts of this run that it leaves out; empty: none."""
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    """Checkpoints, oldest first: ``path``, ``step``, ``score``, ``best``, ``time``, ``weights`` (that were scored; empty: not known)."""
+    """Checkpoints, oldest first: ``path``, ``step``, ``score``, ``best``, ``time``, ``weights`` (that were scored; empty: not known),
+    ``monitor`` and ``mode`` of the score."""
+    score: float | None = None
+    """Score of the best checkpoint; ``None``: there is none."""
+    monitor: str = ""
+    """Metric of the score, and in ``mode`` how scores are compared: ``"min"``, ``"max"``; empty: not known."""
+    mode: str = ""
     times: dict[str, float] = field(default_factory=dict)
     """Phase of :data:`PHASES` -> seconds."""
+    tables: dict[str, tuple[list[str], list[list[Any]]]] = field(default_factory=dict)
+    """Name -> columns and rows of a table that a callback has made."""
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of training, with its validations, checkpoints and waits for data; without the start of the processes and the set-up."""
+        return sum(seconds for phase, seconds in self.times.items() if phase != "other") or self.seconds
+
+
+def read_runs(folders: Sequence[str | os.PathLike[str]], only: bool = False) -> tuple[list[RunData], list[RunData]]:
+    """Read the runs in ``folders``, each once, and give them names.
+
+    Args:
+        only: a folder stands for its own run alone.
+
+    Returns:
+        The runs that trained, and those that only evaluated. If none trained, the latter come first, as the runs.
+
+    Raises:
+        FileNotFoundError: a folder has no run.
+    """
+    runs_by_folder = {
+        run.folder.resolve(): run for folder in folders for run in runs_in(Path(folder).expanduser(), only)
+    }
+    runs = list(runs_by_folder.values())
+    give_names(runs)
+    trained = [run for run in runs if run.trained]
+    return (trained, [run for run in runs if not run.trained]) if trained else (runs, [])
 
 
 def runs_in(folder: Path, only: bool = False) -> list[RunData]:
-    """Read the runs in ``folder``: its own run and, unless ``only`` is true, the runs of its numbered folders.
+    """Read the runs in ``folder``: its own run and, unless ``only`` is true, the runs of its numbered folders and those with names beside them.
 
     If ``folder`` has no run itself, the runs of the folders in it are read. If there are more than :data:`MOST_RUNS`, only the last ones by number or
     name are read, and the note of the first says so. It also names folders that may not be read.
@@ -88,6 +122,8 @@ def runs_in(folder: Path, only: bool = False) -> list[RunData]:
     """
     unreadable: list[PermissionError] = []
     folders = [folder] if only else _run_folders(folder, MOST_RUNS + 1)
+    if folders and not only:
+        folders = [*folders, *_named_run_folders(folder)]
     if not folders and folder.is_dir():
         inner = (
             place
@@ -99,7 +135,9 @@ def runs_in(folder: Path, only: bool = False) -> list[RunData]:
         if unreadable:
             raise unreadable[0]
         what = "does not exist" if not folder.exists() else f"has no run with a {NAME} (Report) or {CSV} (CSVLogger)"
-        raise FileNotFoundError(f"{folder} {what}: give folders of runs that had one of these callbacks")
+        raise FileNotFoundError(
+            f"{folder} {what}: give folders of runs with Report() or CSVLogger() in their callbacks"
+        )
     runs = [read_run(run_folder) for run_folder in folders[-MOST_RUNS:]]
     if len(folders) > MOST_RUNS:
         runs[0].note = (
@@ -130,6 +168,15 @@ def _run_folders(root: Path, limit: int, unreadable: list[PermissionError] | Non
     numbers = sorted((int(name[8:]) for name in names if _NUMBERED.fullmatch(name)), reverse=True)
     folders = (*(f"{root}/version_{number}" for number in numbers), str(root))
     return [Path(folder) for folder in islice(filter(_has_metrics, folders), limit)][::-1]
+
+
+def _named_run_folders(root: Path) -> list[Path]:
+    """Return the folders of runs with names in a root that has runs without a name, too."""
+    try:
+        names = sorted(os.listdir(root))
+    except OSError:
+        return []
+    return [root / name for name in names if not _NUMBERED.fullmatch(name) and _has_metrics(f"{root}/{name}")]
 
 
 def _has_metrics(folder: str) -> bool:
@@ -191,7 +238,7 @@ class _Reader:
         groups = self.metrics, self.rates, self.speed, self.memory
         run.metrics, rates, run.speed, run.memory = _curves(*groups)
         run.rates = _same_rates_once(rates)
-        run.checkpoints = _checkpoints(run.folder, self.checkpoints_by_name, self.best)
+        _set_checkpoints(run, self.checkpoints_by_name, self.best)
 
     def _on_start(self, event: Mapping[str, Any], now: float) -> None:
         self._add_times()
@@ -285,6 +332,12 @@ class _Reader:
     def _on_removed(self, event: Mapping[str, Any], now: float) -> None:
         self.checkpoints_by_name.pop(_last_part(str(event.get("path"))), None)
 
+    def _on_table(self, event: Mapping[str, Any], now: float) -> None:
+        columns, rows = event.get("columns"), event.get("rows")
+        if isinstance(columns, list) and isinstance(rows, list):
+            complete_rows = [row for row in rows if isinstance(row, list) and len(row) == len(columns)]
+            self.run.tables[str(event.get("name"))] = [str(column) for column in columns], complete_rows
+
     def _on_times(self, event: Mapping[str, Any], now: float) -> None:
         self.times = {
             name: value
@@ -339,6 +392,14 @@ def _last_part(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
+def _set_checkpoints(run: RunData, recorded: Mapping[str, dict[str, Any]], best: str) -> None:
+    """Set the checkpoints of a run that exist, and the score of the best one."""
+    run.checkpoints = _checkpoints(run.folder, recorded, best)
+    chosen = next((checkpoint for checkpoint in run.checkpoints if checkpoint["best"]), None)
+    if chosen is not None:
+        run.score, run.monitor, run.mode = chosen["score"], chosen["monitor"], chosen["mode"]
+
+
 def _checkpoints(folder: Path, recorded: Mapping[str, dict[str, Any]], best: str) -> list[dict[str, Any]]:
     """Return the checkpoints that exist, oldest first: a kill may have come between a checkpoint and its entry in the record.
 
@@ -365,6 +426,8 @@ def _checkpoints(folder: Path, recorded: Mapping[str, dict[str, Any]], best: str
     best = _best_by_score(manifests) or best
     for name, checkpoint in existing.items():
         checkpoint["weights"], checkpoint["best"] = _scored_with(manifests[name]), name == best
+        score = _mapping(_mapping(manifests[name]).get("score"))
+        checkpoint["monitor"], checkpoint["mode"] = str(score.get("monitor", "")), str(score.get("mode", ""))
     return sorted(existing.values(), key=lambda each: (each["step"] or 0, each["time"]))
 
 
@@ -429,7 +492,7 @@ def _read_csv(run: RunData, whole: bool) -> None:
     (curves,) = _curves(points)
     run.rates = {name: curve for name, curve in curves.items() if name.startswith("lr-")}
     run.metrics = {name: curve for name, curve in curves.items() if name not in run.rates}
-    run.checkpoints = _checkpoints(run.folder, {}, "")
+    _set_checkpoints(run, {}, "")
     run.trained = (run.folder / CONFIG).exists()  # which a training writes
     try:
         run.config = [(name, text, "") for name, text in _flat(without_secrets(_settings_file(run.folder)))]
@@ -456,7 +519,11 @@ def _settings_file(folder: Path) -> Mapping[str, Any]:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Return the settings that the run in ``folder`` has recorded, in the form of ``Run.config``; empty if it has no record."""
+    """Return the settings that the run in ``folder`` has recorded, in the form of ``Run.config``; empty if it has no record.
+
+    Raises:
+        ValueError: the record of ``CSVLogger`` cannot be read.
+    """
     if (folder / NAME).is_file():
         starts = [
             event for event in events(folder / NAME) if event.get("event") == "start" and event.get("stage") == "fit"
@@ -464,8 +531,13 @@ def config_of(folder: Path) -> dict[str, Any]:
         return dict(_mapping(starts[-1].get("config"))) if starts else {}
     try:
         return {str(name): {"value": value} for name, value in _settings_file(folder).items()}
-    except _UNREADABLE:
+    except FileNotFoundError:
         return {}
+    except _UNREADABLE as error:
+        path, reason = folder / CONFIG, str(error) or type(error).__name__
+        raise ValueError(
+            f"the settings of the run, {path}, cannot be read: {reason}. Mend the file, or remove it and give the settings"
+        ) from error
 
 
 def _read(path: Path, largest: int) -> bytes:
@@ -590,9 +662,13 @@ def give_names(runs: Sequence[RunData]) -> None:
         run.name = "/".join(parts[-length:])
 
 
-def logged_at(folder: Path, step: int) -> dict[str, float]:
-    """Return the values that the run in ``folder`` has recorded at ``step``; empty if it has no record."""
+def logged_until(folder: Path, step: int) -> dict[int, dict[str, float]]:
+    """Return the values that the run in ``folder`` has recorded up to ``step``, by step and name; empty if it has no record."""
     if not any((folder / name).is_file() for name in (NAME, CSV)):
         return {}
-    metrics = read_run(folder, whole=True).metrics
-    return {name: float(value) for name, curve in metrics.items() for value in curve.values[curve.steps == step]}
+    recorded: dict[int, dict[str, float]] = {}
+    for name, curve in read_run(folder, whole=True).metrics.items():
+        for number, value in zip(curve.steps.tolist(), curve.values.tolist(), strict=True):
+            if number <= step:
+                recorded.setdefault(int(number), {})[name] = value
+    return recorded

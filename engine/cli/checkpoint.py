@@ -14,7 +14,8 @@ from typing import Any
 
 from engine.checkpoint.catalog import checkpoint_of, entries, facts, problems, prune
 from engine.checkpoint.manifest import SCORED_WITH, TRAINED
-from engine.checkpoint.runs import FIRST, canonical
+from engine.checkpoint.runs import canonical
+from engine.checkpoint.storage_paths import storage_of
 from engine.cli.terminal import show, table
 from engine.config.masked import table_rows
 from engine.utils.text import terminal_text
@@ -72,10 +73,9 @@ def _list(options: argparse.Namespace) -> Answer:
     lines = table(rows) if len(rows) > 1 else []
     place = checkpoints[0]["path"].removesuffix(f"/{checkpoints[0]['name']}")
     if canonical(place).startswith(f"{canonical(options.root)}/version_"):
-        lines.insert(
-            0,
-            f"{place}: the newest run in {options.root} that has checkpoints. The first is {options.root}/{FIRST}",
-        )
+        first = f"{options.root.rstrip('/')}/checkpoints"
+        older = f". Those of the first run are in {first}" if any(storage_of(first).complete()) else ""
+        lines.insert(0, f"{place}: the newest run in {options.root} that has checkpoints{older}")
     lines += [
         f"{entry['name']}  incomplete or damaged: {entry['reason']}" for entry in checkpoints if not entry["complete"]
     ]

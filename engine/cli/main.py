@@ -22,7 +22,7 @@ from engine.utils.garbage import collect_none_at_exit, uncollected
 
 @dataclass(frozen=True)
 class Command:
-    """One command of ``fit``."""
+    """A subcommand of ``fit``."""
 
     parser: Callable[[], Parser]
     """Creates the parser of the command's options, which also names the module that runs the command."""
@@ -47,6 +47,7 @@ COMMANDS = {
         options.config, "write a commented file of settings: from answers, defaults, or Accelerate's file; check one"
     ),
     "migrate": Command(options.migrate, "report where sources use Lightning and Accelerate, and what each use is here"),
+    "tokens": Command(options.tokens, "write the tokens of texts to a file that TokenFile reads"),
     "launch": Command(
         options.launch,
         "start a script as the processes of one job, on this machine or on several; monitor and restart them",

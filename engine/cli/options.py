@@ -326,6 +326,13 @@ def _at_least(low: int) -> Callable[[str], Any]:
 # -- report, plan, replay ------------------------------------------------------------------------------------------------------------
 
 
+def _port(text: str) -> int:
+    """A type for argparse: a port."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535; folders come before --serve")
+    return int(text)
+
+
 def report() -> Parser:
     """The options of ``fit report``."""
     parser = Parser(
@@ -341,6 +348,20 @@ def report() -> Parser:
         "--out",
         metavar="FILE",
         help="the page (default: report.html in the folder of a single run, comparison.html in the first DIR for several)",
+    )
+    parser.add_argument(
+        "--serve",
+        nargs="?",
+        type=_port,
+        const=8321,
+        metavar="PORT",
+        help="write no page, and serve one on this machine alone that follows runs while they train, until Ctrl-C or SIGTERM (default: 8321; "
+        "0: any port that is free)",
+    )
+    parser.add_argument(
+        "--csv",
+        metavar="FILE",
+        help="write the table of runs as a CSV file, and no page: settings that differ, best score, status, steps, training time (-: print it)",
     )
     parser.add_argument(
         "--max-points",
@@ -511,7 +532,7 @@ def replay() -> Parser:
     return parser
 
 
-# -- config, migrate -----------------------------------------------------------------------------------------------------------------
+# -- config, migrate, tokens -----------------------------------------------------------------------------------------------------------------
 
 
 def config() -> Parser:
@@ -572,6 +593,44 @@ def migrate() -> Parser:
     parser.add_argument("--changes", action="store_true", help="print only what needs a change, and the summary")
     parser.add_argument("--check", action="store_true", help="exit with status 1 when something needs a change")
     parser.add_argument("--json", action="store_true", help="print one JSON value, with every use")
+    return parser
+
+
+def tokens() -> Parser:
+    """The options of ``fit tokens``."""
+    parser = Parser(
+        prog="fit tokens",
+        description="Write the tokens of texts to a file that engine.TokenFile reads, in one pass. The file appears when it is complete.",
+        epilog="A shard each: run the command once for each input, and give engine.TokenFile the folder of the outputs.",
+    )
+    parser.set_defaults(run_by="engine.cli.tokens")
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="texts: .txt (a document each), .jsonl and .jsonl.gz (a document each line), .parquet (a document each row)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="NAME",
+        help="a name or folder for transformers' AutoTokenizer, a tokenizer.json, or my.module:name of a tokenizer or a function from a text to its "
+        "tokens",
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="the file to write, .safetensors")
+    parser.add_argument(
+        "--column", default="text", metavar="NAME", help="the column with texts in .jsonl and .parquet (default: text)"
+    )
+    parser.add_argument("--lines", action="store_true", help="each line of a .txt that is not empty is a document")
+    parser.add_argument(
+        "--end-token", metavar="N", help="a token that is added after each document; eos: the tokenizer's eos_token_id"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("uint8", "uint16", "uint32"),
+        help="the dtype of tokens (default: uint32 if the tokenizer says that it has more than 65,536 tokens, else uint16)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON value")
     return parser
 
 

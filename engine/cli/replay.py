@@ -65,10 +65,10 @@ def _replay(options: argparse.Namespace) -> int:
     """Find the checkpoint, build the objects of its run, run the step and print the answer."""
     try:
         start = starting_point(options.run, options.step)
+        if not start.manifest:
+            start = replace(start, manifest={"config": _logged_config(start.described_by)})
     except (FileNotFoundError, ValueError) as error:
         raise UsageError(error) from None
-    if not start.manifest:
-        start = replace(start, manifest={"config": _logged_config(start.described_by)})
     if not _is_inside(start.described_by):
         importable_here()
     elif options.config is None and "FIT_CONFIG" not in os.environ and Path(DEFAULT_FILE).exists():
@@ -113,9 +113,9 @@ def _replay(options: argparse.Namespace) -> int:
             detect_anomaly=options.detect_anomaly,
         )
     if fit.is_main_process:
-        logged = _logged(start, options.step)
-        step.recorded = {name: logged[name] for name in step.metrics if name in logged}
-        print(json.dumps(asdict(step)) if options.json else step.text(options.per_layer))
+        step.compare(_logged(start, options.step))
+        values = {name: value for name, value in asdict(step).items() if name != "earlier"}
+        print(json.dumps(values) if options.json else step.text(options.per_layer))
     return OK
 
 
@@ -148,7 +148,7 @@ def _earlier_run(start: StartingPoint, options: argparse.Namespace) -> tuple[Ear
         name: values[name] for name in SECTIONS if _class_paths(values.get(name)) and requested.get(name) is None
     }
     settings = {
-        name: value for name, value in values.items() if name in KINDS and name not in ("callbacks", "root_dir")
+        name: value for name, value in values.items() if name in KINDS and name not in ("callbacks", "root_dir", "name")
     }
     withheld = {name: settings[name] for name in ("strategy", "compile") if _may_run_code(name, settings.get(name))}
     if options.run_recorded_code:
@@ -269,11 +269,11 @@ def _cannot_change_step(name: str) -> bool:
     return isinstance(kind, type) and issubclass(kind, Callback) and not affecting_steps([kind])  # type: ignore[list-item]
 
 
-def _logged(start: StartingPoint, step: int) -> dict[str, float]:
-    """The values that the run logged at the step, from the files of ``Report`` or ``CSVLogger`` in its folder."""
+def _logged(start: StartingPoint, step: int) -> dict[int, dict[str, float]]:
+    """The values that the run logged up to the step, by step, from the files of ``Report`` or ``CSVLogger`` in its folder."""
     path = Path(start.described_by)
     if "://" in start.described_by:
         return {}
     folder = _run_folder(start.described_by) or path.parent
-    values: dict[str, Any] = importlib.import_module(f"{CALLBACKS}.report.runs").logged_at(folder, step)
+    values: dict[int, dict[str, float]] = importlib.import_module(f"{CALLBACKS}.report.runs").logged_until(folder, step)
     return values

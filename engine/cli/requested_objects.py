@@ -62,13 +62,13 @@ class Component:
         return str(getattr(self.target, "__qualname__", self.path))
 
     def origin(self, key: str) -> str:
-        """Where the value of a parameter, or the last change inside it, comes from."""
+        """The origin of a parameter's value, or of the last change inside it: an option of the command line, or a file and its line."""
         if any(within(name, key) for name, _ in self.overrides):
             return f"{COMMAND_LINE} {self.name}.{key}"
         return self.line(key)
 
     def line(self, key: str) -> str:
-        """The file and line that give a parameter its value, or the value around it."""
+        """The file and line of a parameter's value; if they are unknown, those of the nearest enclosing value (``model`` for ``model.lr``)."""
         while key not in self.origins and key:
             key = key.rpartition(".")[0]
         return self.origins.get(key, COMMAND_LINE)

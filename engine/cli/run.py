@@ -89,7 +89,8 @@ def parsers_of_checkpoint(components: Components, command: str, checkpoint: str)
         (callback.checkpoints_in for callback in saving if callback.checkpoints_in is not None), None
     )
     settings = components.resolved.settings
-    saved = recorded(settings.root_dir, checkpoint_folder, checkpoint, "resume" if command == "run" else "checkpoint")
+    argument = "resume" if command == "run" else "checkpoint"
+    saved = recorded(settings.root_dir, checkpoint_folder, checkpoint, argument, settings.name)
     if saved is None:
         return [ObjectBuilder(components.model), *other_parsers]
     model = ObjectBuilder(with_saved_parameters(components.model, saved))

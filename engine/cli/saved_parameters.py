@@ -49,7 +49,9 @@ class Recorded:
     """The keys of the callbacks' states."""
 
 
-def recorded(root_dir: Path, checkpoint_folder: str | Path | None, checkpoint: str, argument: str) -> Recorded | None:
+def recorded(
+    root_dir: Path, checkpoint_folder: str | Path | None, checkpoint: str, argument: str, run_name: str | None = None
+) -> Recorded | None:
     """The arguments recorded in ``checkpoint``; ``None``: there is no such checkpoint. A single process may call this before the run.
 
     Args:
@@ -57,6 +59,7 @@ def recorded(root_dir: Path, checkpoint_folder: str | Path | None, checkpoint: s
         checkpoint_folder: the folder to which a callback saves; ``None``: the run's own.
         checkpoint: a name, a path or a URL.
         argument: the name of the user's argument, for messages.
+        run_name: the name of the runs of which a checkpoint's name means the newest; ``None``: those without a name.
 
     Raises:
         FileNotFoundError, DamagedCheckpoint: as :func:`engine.checkpoint.resume.opening`.
@@ -64,9 +67,8 @@ def recorded(root_dir: Path, checkpoint_folder: str | Path | None, checkpoint: s
     single_process = Group(Environment("single"), torch.device("cpu"))
     try:
         # The run opens the checkpoint again, and then reports the checkpoints that it skips.
-        with opening(
-            single_process, *source_of(root_dir, checkpoint_folder, checkpoint), ("state",), argument, logger.debug
-        ) as loaded:
+        storage, name_or_path = source_of(root_dir, checkpoint_folder, checkpoint, run_name)
+        with opening(single_process, storage, name_or_path, ("state",), argument, logger.debug) as loaded:
             shared, manifest = loaded.shared, loaded.manifest
             return Recorded(
                 loaded.path,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from callbacks import ModelCheckpoint, ThroughputMonitor
 from callbacks.throughput_monitor import known_peak, peak_of
@@ -171,6 +172,23 @@ def test_tokens_are_counts_of_losses_or_what_a_function_says(make_fit):
         make_fit(callbacks=[monitor, seen], log_every_n_steps=2).run(module, data(4))
         found = seen.values[4]
         assert found["tokens_per_sec"] == pytest.approx(8 * found["samples_per_sec"])
+
+
+def test_tokens_of_rows_are_those_of_the_clock(make_fit):
+    class Rows(list):
+        tokens_per_sample = 16
+
+    class Padded(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return Loss(self.net(batch).sum(), 12 * len(batch))  # a quarter is padding
+
+    for module, share in ((Padded(), 0.25), (Net(), None)):
+        seen = Seen()
+        rows = DataLoader(Rows(torch.cat(data(4))), batch_size=2)
+        make_fit(callbacks=[ThroughputMonitor(), seen], log_every_n_steps=2).run(module, rows)
+        found = seen.values[4]
+        assert found["tokens_per_sec"] == pytest.approx(16 * found["samples_per_sec"])
+        assert found.get("padding") == (None if share is None else pytest.approx(share))
 
 
 def test_goodput_is_over_kills_and_resumes(make_fit, monkeypatch):

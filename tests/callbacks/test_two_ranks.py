@@ -10,7 +10,7 @@ import pytest
 from support.ranks import run_script
 
 SCRIPT = """
-import json, os, pathlib, sys
+import gc, json, os, pathlib, pickle, sys, time, weakref
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from callbacks import CSVLogger, EarlyStopping, LearningRateMonitor, ModelCheckpoint, RichProgressBar
@@ -53,10 +53,18 @@ def two_folders(epochs):
 
 two_folders(2).run(Model(), DataLoader(data, batch_size=2), DataLoader(data, batch_size=2))
 resumed = two_folders(3).run(Model(), DataLoader(data, batch_size=2), DataLoader(data, batch_size=2), resume="last")
+module, kept = Model(), ModelCheckpoint()
+Fit(accelerator="cpu", devices=2, max_epochs=1, num_sanity_val_steps=0, root_dir=root / "released", callbacks=[kept]).run(
+    module, DataLoader(data, batch_size=2)
+)
+module, deadline = weakref.ref(module), time.monotonic() + 30
+while module() is not None and time.monotonic() < deadline:  # a helper thread may be ending still
+    gc.collect()
 rank = os.environ.get("RANK", "0")
 (root / f"rank{rank}.json").write_text(json.dumps({
     "step": result.step, "reason": result.stop_reason, "best": str(result.best_checkpoint), "last": str(result.last_checkpoint),
     "two": [resumed.step, str(resumed.best_checkpoint), str(resumed.last_checkpoint)],
+    "released": module() is None, "copied": pickle.loads(pickle.dumps(kept)).scores == kept.scores,
     "scores": best.scores, "often": list(often.scores), "wait": stopping.wait_count,
 }))
 """
@@ -88,6 +96,13 @@ def test_two_folders(finished):
     expected = [12, str(root / "best" / "step=00000008"), str(root / "all" / "step=00000012")]
     for rank in (0, 1):
         assert json.loads((root / f"rank{rank}.json").read_text())["two"] == expected
+
+
+def test_after_the_training_a_callback_keeps_neither_the_module_nor_the_ranks(finished):
+    root, _ = finished
+    for rank in (0, 1):
+        facts = json.loads((root / f"rank{rank}.json").read_text())
+        assert (facts["released"], facts["copied"]) == (True, True)
 
 
 def test_the_checkpoints_are_those_that_the_callbacks_hold(finished):

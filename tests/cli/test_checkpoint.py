@@ -139,13 +139,13 @@ def test_a_folder_of_runs_is_the_newest_and_the_first_has_a_name(tmp_path: Path,
     first, _, newest = run("list", root).splitlines()
     assert newest.split()[:2] == ["step=00000003", "3"]
     assert first == (
-        f"{root}/version_2/checkpoints: the newest run in {root} that has checkpoints. The first is {root}/version_0"
+        f"{root}/version_2/checkpoints: the newest run in {root} that has checkpoints. Those of the first run are in {root}/checkpoints"
     )
     for name, step in (("version_0", 1), ("version_1", 2)):
         _, line = run("list", root / name).splitlines()
         assert line.split()[1] == str(step)
     assert starting_point(root / "version_0", 2).checkpoint == str(root / "checkpoints" / "step=00000001")
-    with pytest.raises(FileNotFoundError, match="version_4 is not a checkpoint"):
+    with pytest.raises(FileNotFoundError, match="version_4 does not exist or is empty"):
         starting_point(root / "version_4", 2)
 
 

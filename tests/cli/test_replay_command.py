@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -20,8 +21,8 @@ from support.ranks import clean_environment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from callbacks import CSVLogger, ModelCheckpoint
-from engine import Callback, Fit, TrainModule
+from callbacks import CSVLogger, ModelCheckpoint, Report
+from engine import Callback, Fit, TrainModule, seed_everything
 from engine.cli.main import main
 
 
@@ -101,7 +102,8 @@ def test_a_step_of_a_run_with_the_code_that_is_given(
         "samples: 4, 5",
         "rank 0, micro-batch 0: loss -27.5",
         "logged: loss = -27.5",
-        "recorded: nothing at this step, so the values above are not compared with the run's",
+        "not verified: up to this step the run recorded no finite value that the replay logs, too. Report and CSVLogger record what training_step "
+        "logs; log_every_n_steps=1 records every step",
         "gradient norm: 11.0",
         "  weight  11",
         "first number that is not finite: none",
@@ -226,10 +228,65 @@ def test_a_run_without_checkpoints_is_repeated_from_its_seed(
     assert lines[1] == "samples: 8, 9, 10, 11"
     assert lines[4].startswith("logged: loss = ")
     assert lines[4].endswith(", as recorded")
+    assert (
+        lines[5]
+        == "verified: the values that the run recorded up to this step are the same to the last bit (3 of loss)"
+    )
     assert not [record.message for record in caplog.records if "differ" in record.message]
     assert main(["replay", str(tmp_path), "--step", "3", *target, "--set", "seed=4"]) == 2
     assert "the run had seed=3, not 4" in capfd.readouterr().err
     assert main(["replay", str(tmp_path / "nowhere"), "--step", "3", *target]) == 2
+
+
+class Breaking(Drawn):
+    """Its loss is NaN in step 3."""
+
+    logs = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.weight * batch).sum() * (math.nan if batch_idx == 2 else 1.0)
+        if self.logs:
+            self.log("loss", loss.detach())
+        return loss
+
+
+@pytest.mark.parametrize(("seed", "every"), [(5, 1), (5, 50), (3, 1), (3, 50), (5, 0)])
+def test_a_nan_from_other_weights_is_not_called_the_runs(
+    seed: int, every: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script makes the module under a seed of its own, before the ``Fit``."""
+    monkeypatch.setattr(Breaking, "logs", every > 0)
+    seed_everything(seed)
+    module = Breaking()
+    settings: dict[str, Any] = {"max_epochs": 1, "seed": 3, "log_every_n_steps": every or 1, "accelerator": "cpu"}
+    Fit(**settings, root_dir=tmp_path, callbacks=Report()).run(module, numbers())
+    capfd.readouterr()
+    target = ["--target", f"{__file__}:Breaking", "--data", DATA]
+    assert main(["replay", str(tmp_path), "--step", "3", *target]) == 0
+    text = capfd.readouterr().out
+    assert ("logged: loss = nan, recorded: not finite either" in text) is (every == 1)
+    assert "as recorded" not in text
+    counts = {1: 2, 50: 1}  # the first step is always recorded
+    if not every:
+        assert "not verified: up to this step the run recorded no finite value" in text
+        assert "it is the run's step only if the module began with the same weights" in text
+    elif seed == 3:
+        assert f"the same to the last bit ({counts[every]} of loss)" in text
+    else:
+        assert "THIS IS NOT THE RUN'S STEP: at step 1 loss = " in text
+    assert main(["replay", str(tmp_path), "--step", "3", "--json", *target]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert answer["equal"] == ({"loss": counts[every]} if seed == 3 else {})
+    assert bool(answer["difference"]) is (seed == 5 and every > 0)
+
+
+def test_a_run_that_has_left_nothing_is_told_as_such(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    Fit(max_epochs=1, seed=3, accelerator="cpu", root_dir=tmp_path / "run").run(Line(), numbers())
+    assert not (tmp_path / "run").exists()
+    assert main(["replay", str(tmp_path / "run"), "--step", "3", *GIVEN]) == 2
+    text = capfd.readouterr().err
+    assert "or the run has left none: without ModelCheckpoint, Report or a logger nothing is written" in text
+    assert "replay(module, loader, step=3)" in text
 
 
 def test_a_record_of_a_run_without_checkpoints_runs_no_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -241,6 +298,9 @@ def test_a_record_of_a_run_without_checkpoints_runs_no_code(tmp_path: Path, capf
     assert f"names --target {HERE} --data {DATA};" in capfd.readouterr().err
     assert main(["replay", str(tmp_path), "--step", "2", *GIVEN]) == 2
     assert "compile=" in capfd.readouterr().err
+    config.write_text("seed: [")  # without its settings another step would be replayed
+    assert main(["replay", str(tmp_path), "--step", "2", *GIVEN, "--set", "seed=3"]) == 2
+    assert f"the settings of the run, {config}, cannot be read" in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from callbacks import CSVLogger, ModelCheckpoint
-from callbacks.loggers.csv import from_cell
+from callbacks.loggers.csv_cells import from_cell
 from callbacks.report.runs import read_run
 from engine import Callback
 

@@ -89,6 +89,47 @@ def test_a_pipe_gets_a_line_every_interval(make_fit, scripted, batches, pipe, cl
     )
 
 
+def test_the_rate_is_the_epochs(make_fit, scripted, batches, pipe, clock):
+    """A batch takes 1 s in the first epoch, 4 s in the second: there is no step of the first in the second's rate."""
+
+    class Slower(Seconds):
+        def on_train_epoch_start(self, run, module):
+            self.training = (1.0, 4.0)[run.epoch]
+
+    callbacks = [Slower(clock, 1.0, 0.0), RichProgressBar(console=pipe, interval_s=7)]
+    make_fit(max_epochs=2, val_every=None, log_every_n_steps=1, callbacks=callbacks).run(scripted([1.0]), batches)
+    assert [line.rpartition(", train")[0] for line in pipe.file.getvalue().splitlines()] == [
+        "epoch 0/1: step 4, 1.0 step/s",
+        "epoch 1/1: step 5/8, 4.0 s/step, ETA 0:05",  # 3 steps at the rate of the last minute
+        "epoch 1/1: step 7/8, 4.0 s/step, ETA 0:02",
+        "epoch 1/1: step 8, 4.0 s/step",
+    ]
+
+
+def test_a_run_of_many_epochs_leaves_every_nth_line(make_fit, scripted, batches, pipe, monkeypatch):
+    monkeypatch.setattr(estimates, "MOST_LINES", 4)
+    make_fit(max_epochs=10, callbacks=[RichProgressBar(console=pipe)]).run(scripted([1.0]), batches)
+    assert re.findall(r"(?m)^epoch (\d+)/9: step (\d+),", pipe.file.getvalue()) == [
+        ("0", "4"),
+        ("5", "24"),
+        ("9", "40"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps", "now", "n"),
+    [
+        *((epochs, None, 0, n) for epochs, n in ((1000, 1), (1001, 2), (3000, 5), (10**6, 1000))),
+        *((None, None, 0, 1), (None, None, 1500, 2), (None, 80_000, 0, 20), (3000, 40, 0, 1)),
+    ],
+)
+def test_how_many_epochs_leave_a_line(epochs, steps, now, n):
+    run = SimpleNamespace(
+        max_epochs=epochs, max_steps=steps, num_train_batches=8, window_at=lambda _: 2, state=SimpleNamespace(epoch=now)
+    )
+    assert estimates.epochs_per_line(run) == n
+
+
 def test_a_terminal_in_continuous_integration_gets_lines(make_fit, scripted, batches, monkeypatch):
     class Claims(io.StringIO):
         def isatty(self):

@@ -6,6 +6,10 @@ import csv
 import importlib.util
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,10 +169,115 @@ def test_runs_are_hidden_and_scales_changed(folder: Path, browser: chromium.Brow
     assert browser.complaints() == []
 
 
-def write_record(folder: Path, **metrics: Any) -> Path:
+ROWS = "[...document.querySelectorAll('.sortable tbody tr')].map(row => row.cells[0].textContent)"
+SORTS = "[...document.querySelectorAll('.sortable thead th')].map(head => head.getAttribute('aria-sort'))"
+
+
+@pytest.mark.parametrize("width", [1300, 420])
+def test_the_table_of_runs_is_sorted_by_click_and_by_key(tmp_path: Path, browser: chromium.Browser, width: int) -> None:
+    runs = [
+        write_record(tmp_path / name, {"lr": lr, "act": act}, **{"val/loss": [3.0, loss]})
+        for name, lr, act, loss in (
+            ("a", 0.1, "b10", 5.0),
+            ("b", 10, "b9", float("nan")),
+            ("c", 9, "B1", 0.5),
+            ("d", 0.5, "c", 12.0),
+        )
+    ]
+    browser.open(write_report(runs, tmp_path / "page.html"), width=width)
+    heads = browser.evaluate("[...document.querySelectorAll('.sortable thead button')].map(each => each.textContent)")
+    assert heads == ["run", "lr", "act", "last val/loss", "status", "steps", "training time", "started"]
+    assert (browser.evaluate(ROWS), browser.evaluate(SORTS)) == (["a", "b", "c", "d"], [None] * 8)
+    click = "document.querySelectorAll('.sortable thead button')[{}].click()"
+    for column, up in ((1, "adcb"), (2, "cbad"), (3, "cadb")):  # numbers as numbers, and texts with numbers in them
+        down = "".join(name for name in reversed(up) if (column, name) != (3, "b")) + "b" * (
+            column == 3
+        )  # nan stays below
+        for order, direction in ((up, "ascending"), (down, "descending"), (up, "ascending")):
+            browser.evaluate(click.format(column))
+            assert "".join(browser.evaluate(ROWS)) == order
+            assert browser.evaluate(SORTS) == [direction if place == column else None for place in range(8)]
+    browser.evaluate("document.querySelector('.sortable thead button').focus()")
+    browser.press("Enter")
+    browser.press("Enter")
+    assert "".join(browser.evaluate(ROWS)) == "dcba"
+    assert browser.evaluate("document.activeElement.textContent") == "run"
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.complaints() == []
+
+
+def test_few_points_have_marks_and_a_legend_names_a_run_once(tmp_path: Path, browser: chromium.Browser) -> None:
+    long = [float(n % 5) for n in range(100)]
+    for name in ("version_1", "version_2"):
+        folder = tmp_path / "deep" / "sweep" / name
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        few = [1.0, 2.0, float("nan"), 4.0] + [float("nan")] * 96
+        write_record(
+            folder, **{"train/loss_step": long, "train/loss_epoch": few[:100], "val/loss": few[:100], "few": few[:100]}
+        )
+    browser.open(write_report([tmp_path / "deep" / "sweep"]))
+    titles = browser.evaluate("[...document.querySelectorAll('figure h4')].map(each => each.textContent)")
+    assert titles[:2] == ["loss", "few"]
+    legend = browser.evaluate("[...document.querySelector('figure .legend').children].map(item => item.textContent)")
+    assert legend[:3] == ["train/loss_step", "train/loss_epoch", "val/loss"]
+    assert [item.partition(" ")[0] for item in legend[3:]] == ["version_1", "version_2"]
+    marks = "[...document.querySelectorAll('figure')[{}].querySelectorAll('path.marks')].map(path => path.getAttribute('d').split('M').length - 1)"
+    assert browser.evaluate(marks.format(0)) == []  # a hundred points need none
+    for key in "+++":
+        browser.evaluate("document.querySelector('.plot').focus()")
+        browser.press("Home")
+        browser.press(key)
+    assert max(browser.evaluate(marks.format(0))) > 3
+
+
+def test_a_served_page_follows_a_run_and_outlives_its_server(tmp_path: Path, browser: chromium.Browser) -> None:
+    record = write_record(tmp_path / "run", {"lr": 1}, loss=[1.0, 2.0]) / "report.jsonl"
+    command = [sys.executable, "-m", "engine.cli.main", "report", str(tmp_path / "run"), "--serve", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[0]
+            browser.events.clear()
+            browser.call("Page.navigate", url=url)
+            until(
+                browser, "document.documentElement?.dataset.drawn === 'yes' && document.getElementById('live') !== null"
+            )
+            browser.evaluate(
+                "{ const s = document.querySelector('input[type=range]'); s.value = 0.5; s.dispatchEvent(new Event('input')); }"
+            )
+            browser.evaluate("document.querySelector('figure summary').click()")
+            browser.evaluate("document.querySelector('.plot').focus()")
+            steps = "charts.find(chart => chart.title === 'loss')?.series[0].x.length"
+            assert browser.evaluate(steps) == 2
+            with record.open("a") as file:
+                file.write('{"event": "values", "stage": "fit", "time": 9.0, "step": 3, "values": {"loss": 0.5}}\n')
+            until(browser, f"{steps} === 3")
+            kept = "view.smooth, document.querySelector('input[type=range]').value, document.querySelector('figure details').open"
+            kept = f"[{kept}, document.activeElement.className]"
+            assert browser.evaluate(kept) == [0.5, "0.5", True, "plot"]
+            assert {request.split("/")[2] for request in browser.requests()} == {url.split("/")[2]}
+            assert browser.complaints() == []
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+            until(browser, "document.getElementById('live').textContent.startsWith('The server has ended')")
+        finally:
+            process.kill()
+    browser.call("Page.navigate", url="about:blank")
+
+
+def until(browser: chromium.Browser, condition: str) -> None:
+    """Wait until a JavaScript condition holds."""
+    began = time.monotonic()
+    while not browser.evaluate(condition):
+        assert time.monotonic() - began < chromium.PATIENCE_S, condition
+        time.sleep(0.05)
+
+
+def write_record(folder: Path, hyperparameters: Any = None, **metrics: Any) -> Path:
     folder.mkdir()
+    start = {"event": "start", "stage": "fit", "time": 0.0, "step": 0, "hyperparameters": hyperparameters or {}}
     with (folder / "report.jsonl").open("w") as file:
-        file.write('{"event": "start", "stage": "fit", "time": 0.0, "step": 0}\n')
+        file.write(json.dumps(start) + "\n")
         for step, row in enumerate(zip(*metrics.values(), strict=True), start=1):
             values = json.dumps(dict(zip(metrics, map(float, row), strict=True)))
             file.write(f'{{"event": "values", "stage": "fit", "time": {step}.0, "step": {step}, "values": {values}}}\n')

@@ -19,7 +19,7 @@ from callbacks.report import record as record_module
 from callbacks.report import runs as runs_module
 from callbacks.report.callback import _step_of
 from callbacks.report.record import Record
-from callbacks.report.runs import give_names, logged_at, read_run, runs_in
+from callbacks.report.runs import give_names, logged_until, read_run, runs_in
 
 
 def write(folder, *events):
@@ -261,7 +261,7 @@ def test_of_a_large_record_some_rows_are_read_and_all_other_events(tmp_path, sma
     assert now - 1 < run.started < now + 300
     page = Page(write_report([tmp_path]))
     assert "at 16 evenly spaced places were read. Lowest, highest and rare values may be missing." in page.text
-    assert logged_at(tmp_path, 3_333) == {"a": 3_333 / 7, "b": 3_333 / 7}  # for a comparison every row counts
+    assert logged_until(tmp_path, 3_333)[3_333] == {"a": 3_333 / 7, "b": 3_333 / 7}  # for a comparison every row counts
 
 
 def test_of_a_large_csv_file_some_rows_are_read(tmp_path, small_limits):
@@ -289,9 +289,9 @@ def test_of_many_runs_the_last_are_on_the_page_and_few_are_opened(tmp_path, monk
 
     monkeypatch.setattr(runs_module, "_has_metrics", counted)
     page = Page(write_report([tmp_path], tmp_path / "page.html"))
-    assert [run.rpartition("/")[2] for run in page.data["runs"]] == names[-100:]
-    assert "has more runs than the last 100, which are on this page" in page.text
-    assert len(looked_at) <= 102
+    assert [run.rpartition("/")[2] for run in page.data["runs"]] == names[-250:]
+    assert "has more runs than the last 250, which are on this page" in page.text
+    assert len(looked_at) <= 252
 
 
 def test_folders_that_cannot_be_read_hide_no_runs(tmp_path, monkeypatch):
