@@ -1,5 +1,7 @@
 from . import callbacks as callbacks
 from . import launch as launch
+from . import losses as losses
+from . import optim as optim
 from .callback import Callback as Callback
 from .checkpoint.files import DamagedCheckpoint as DamagedCheckpoint
 from .checkpoint.files import open_file as open_file
@@ -12,6 +14,13 @@ from .config.secret_text import without_secrets as without_secrets
 from .config.settings import Settings as Settings
 from .data.combined import CombinedLoader as CombinedLoader
 from .data.datamodule import DataModule as DataModule
+from .data.documents import document_lengths as document_lengths
+from .data.documents import document_mask as document_mask
+from .data.mixture import Mixture as Mixture
+from .data.packed_stream import PackedStream as PackedStream
+from .data.packing import Packed as Packed
+from .data.token_budget import TokenBudget as TokenBudget
+from .data.token_file import TokenFile as TokenFile
 from .distributed.environments import Environment as Environment
 from .distributed.rank_work import get_logger as get_logger
 from .distributed.rank_work import rank_zero_only as rank_zero_only

@@ -72,6 +72,9 @@ class Callback:
     runs_last = False
     """Whether each event calls this callback after all others, as checkpoint callbacks need to see what the others logged."""
 
+    unfreezes = False
+    """Whether this callback unfreezes parameters, or gives some to an optimizer, in the training: an optimizer may then start with frozen ones."""
+
     is_logger = False
     """Whether this callback is a logger (``callbacks.loggers.base.Logger``), listed in ``run.loggers`` and in the module's ``self.loggers``."""
     stands_for: Any = None

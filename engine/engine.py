@@ -31,6 +31,7 @@ from engine.distributed.join import join_here, own_environment
 from engine.distributed.rank_work import F, Trigger, before_others, only, part
 from engine.engine_snapshot import EngineCheckpoints, EngineSnapshot
 from engine.metrics.recorder import Recorder
+from engine.optim import divides_work
 from engine.prepared import Prepared, raw
 from engine.step import gradients, missing_loss, own_loop
 from engine.step.autocast_forward import AutocastForward
@@ -40,7 +41,7 @@ from engine.step.optimizer_step import Optimizers
 from engine.step.passes import Passes
 from engine.step.precision import Precision
 from engine.step.skipped_steps import IN_A_ROW
-from engine.step.verdicts import Then
+from engine.step.verdicts import NonFiniteStep, Then
 from engine.step.window import Window
 from engine.step.wrappers import PreparedOptimizer, PreparedScheduler
 from engine.strategies.base import Strategy, check_groups
@@ -188,13 +189,18 @@ class Engine:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches in a full accumulation window."""
+        """Micro-batches in a full accumulation window. Another number holds from the next pass over a prepared loader on."""
         return self.window.position.size
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"accumulate_grad_batches={value!r} must be an int of at least 1")
+            schedule = (
+                ". For a schedule, set engine.accumulate_grad_batches in your loop before each pass over the loader"
+            )
+            raise ValueError(
+                f"accumulate_grad_batches={value!r} must be an int of at least 1{schedule * isinstance(value, Mapping)}"
+            )
         self.window.position.size = value
 
     # -- preparing objects ----------------------------------------------------------------------------------------------------------------
@@ -274,6 +280,11 @@ class Engine:
         if not parameters_of([optimizer]):
             raise ValueError(f"{type(optimizer).__name__} has no parameters: give it model.parameters()")
         self.strategy.repoint(optimizer)
+        if self.group.world_size > 1 and divides_work(optimizer) and not self.strategy.optimizer_parts_differ:
+            raise ValueError(
+                f"engine.optim.whole({type(optimizer).__name__}, divide_work=True) under {type(self.strategy).__name__}, which cannot divide an "
+                "optimizer's work: leave divide_work out, or use strategy='ddp' or 'fsdp'"
+            )
         self._stepper.add(optimizer)
         self.prepared.optimizer_random.add(optimizer)
         self.snapshot.check_after_first_step(optimizer)
@@ -407,13 +418,17 @@ class Engine:
 
         Args:
             loss: a scalar (the mean over its micro-batch), or an :class:`engine.Loss`.
-            kwargs: arguments for ``Tensor.backward`` (``retain_graph``, ``inputs``).
+            kwargs: arguments for ``Tensor.backward`` (``retain_graph``, ``inputs``, ``create_graph``). With ``create_graph=True`` gradients have a
+                graph, for optimizers that differentiate them (AdaHessian): on one process, for losses whose weight is known before the pass.
 
         Raises:
             TypeError: ``loss`` is neither a scalar nor an ``engine.Loss``, or one window has losses of both kinds.
             ValueError: the loss has no graph, or more than one element.
-            RuntimeError: gradients were clipped or unscaled already, and not yet used or cleared.
+            RuntimeError: gradients were clipped or unscaled already, and not yet used or cleared; or ``create_graph=True`` would give others than
+                those of one big batch.
         """
+        if kwargs and kwargs.get("create_graph"):
+            self._check_graph(loss)
         position, weights = self.window.position, self.window.weights
         if position.held and not position.accumulating:
             own_loop.release(self.window)
@@ -433,6 +448,26 @@ class Engine:
             raise
         if weights.watched is not None:
             weights.attribute()
+
+    def _check_graph(self, loss: Tensor | Loss) -> None:
+        """Check that a backward pass with ``create_graph=True`` gives gradients whose graph is that of the whole batch.
+
+        Raises:
+            RuntimeError: ranks would reduce them outside of the graph, or they are divided at the step, where their graph stays as it was.
+        """
+        reason = (
+            f"{type(self.strategy).__name__} reduces gradients over {self.group.world_size} ranks outside of their graph"
+            if self.group.world_size > 1
+            else "under fp16 gradients are divided by the loss scale at the step, and their graph is not: use precision='bf16-mixed' or '32-true'"
+            if self.scaler is not None
+            else "a window of several micro-batches divides the gradients of Loss(sum, count) at its end, and not their graph: return a mean"
+            if isinstance(loss, Loss) and self.window.position.accumulating and self.window.position.size > 1
+            else ""
+        )
+        if reason:
+            raise RuntimeError(
+                f"backward(create_graph=True): {reason}. For a penalty of gradients take torch.autograd.grad(..., create_graph=True) in training_step"
+            )
 
     @cached_property
     def _passes(self) -> Passes:
@@ -506,6 +541,19 @@ class Engine:
             else None
         )
 
+    def clip_grad_norm_per_parameter_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float) -> Tensor | None:
+        """Scale each parameter's gradient to a 2-norm of at most ``max_norm``, over all its shards; at most one collective.
+
+        All ranks call this with the same parameters. Return the global norm before clipping, shape ``()``; ``None`` inside a window.
+
+        Raises:
+            ValueError: ``max_norm`` is 0, negative or NaN, or the strategy steps by itself.
+        """
+        gradients.check_limit("clip_grad_norm_per_parameter_(max_norm", max_norm)
+        if not self.sync_gradients:
+            return None
+        return self._stepper.early.clip_readable_norms(gradients.listed(parameters), max_norm)
+
     def grad_norms(self, model: nn.Module, norm_type: float = 2.0, *, optimizer: Any = None) -> dict[str, Tensor]:
         """The ``norm_type``-norm of each gradient before a step, by the parameter's name; the norm of these norms is the global norm.
 
@@ -532,12 +580,13 @@ class Engine:
         *,
         max_norm: float | None = None,
         max_value: float | None = None,
+        max_parameter_norm: float | None = None,
         inside: bool = False,
     ) -> None:
         """Divide, clip and check the gradients of all ``optimizers`` as :meth:`step` does, but do not step; each may step on its own later.
 
         Args:
-            max_norm, max_value: as in :meth:`step`.
+            max_norm, max_value, max_parameter_norm: as in :meth:`step`.
             inside: whether this is called within an optimizer's step, after an evaluation of its closure: gradients that are not finite are an
                 error then, because such a step cannot be skipped.
 
@@ -545,12 +594,10 @@ class Engine:
             FloatingPointError: a gradient is not finite.
             ValueError: a limit is 0, negative or NaN.
         """
-        _check_limits(max_norm, max_value)
+        _check_limits(max_norm, max_value, max_parameter_norm)
         raw_optimizers = [raw(o) for o in optimizers]
-        if inside:
-            self._stepper.finish_inside(raw_optimizers, max_norm=max_norm, max_value=max_value)
-        else:
-            self._stepper.finish(raw_optimizers, max_norm=max_norm, max_value=max_value)
+        finish = self._stepper.finish_inside if inside else self._stepper.finish
+        finish(raw_optimizers, max_norm=max_norm, max_value=max_value, max_parameter_norm=max_parameter_norm)
 
     def average_gradients(self, optimizer: Any) -> None:
         """Average this optimizer's gradients over the ranks now; for models whose backward passes do not reduce gradients (manual optimization)."""
@@ -562,6 +609,7 @@ class Engine:
         *,
         max_norm: float | None = None,
         max_value: float | None = None,
+        max_parameter_norm: float | None = None,
         then: Then | None = None,
     ) -> None:
         """End the accumulation window: divide, clip, check and apply the gradients of all ``optimizers`` together, in as few passes as possible.
@@ -569,17 +617,24 @@ class Engine:
         Args:
             optimizers: prepared or plain optimizers.
             max_norm, max_value: clip the global 2-norm to ``max_norm``, each element to [-max_value, max_value].
+            max_parameter_norm: clip the 2-norm of each parameter's gradient, over all its shards, to this; at most one collective.
             then: called with ``True`` when the step was applied, with ``False`` when it was skipped because a gradient was not finite. The call
                 comes as soon as that is known: with fused optimizers on CUDA at the next step or :meth:`settle`.
 
         Raises:
             ValueError: a limit is 0, negative or NaN.
         """
-        if (max_norm is not None and not max_norm > 0) or (max_value is not None and not max_value > 0):
-            _check_limits(max_norm, max_value)
+        if (
+            (max_norm is not None and not max_norm > 0)
+            or (max_value is not None and not max_value > 0)
+            or max_parameter_norm is not None
+        ):
+            _check_limits(max_norm, max_value, max_parameter_norm)
         if optimizers != self._stepped[0]:  # usually the same list in every step
             self._stepped = list(optimizers), [raw(o) for o in optimizers]
-        self._stepper.step(self._stepped[1], max_norm=max_norm, max_value=max_value, then=then)
+        self._stepper.step(
+            self._stepped[1], max_norm=max_norm, max_value=max_value, max_parameter_norm=max_parameter_norm, then=then
+        )
 
     def settle(self) -> None:
         """Wait until it is known of every step whether it was applied or skipped, and ``then`` has been called.
@@ -594,6 +649,11 @@ class Engine:
     def pending_steps(self) -> int:
         """The number of steps of which it is not known yet whether they were applied or skipped."""
         return self._stepper.pending
+
+    @property
+    def nonfinite_step(self) -> NonFiniteStep | None:
+        """The step that ``on_nonfinite="raise"`` has refused; ``None``: there is none."""
+        return self._stepper.failure
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -723,7 +783,7 @@ class Engine:
         return self.group.rank == self.group.world_size - 1
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print``, on the main process only."""
+        """Call ``print`` on the main process only."""
         if self.is_main_process:
             builtins.print(*args, **kwargs)
 
@@ -770,7 +830,7 @@ class Engine:
         )
 
     def reduce(self, tree: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """``tree`` reduced over the processes by ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``, times ``scale``.
+        """Return ``tree`` reduced over the processes by ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``, times ``scale``.
 
         Raises:
             ValueError: an unknown ``reduction``.
@@ -819,12 +879,18 @@ class Engine:
         self._stepper.before_step(function)
 
 
-def _check_limits(max_norm: float | None, max_value: float | None) -> None:
+def _check_limits(max_norm: float | None, max_value: float | None, max_parameter_norm: float | None) -> None:
     """Check the limits of a step's clipping; ``None``: no clipping."""
     if max_norm is not None:
         gradients.check_limit("step(max_norm", max_norm)
     if max_value is not None:
         gradients.check_limit("step(max_value", max_value)
+    if max_parameter_norm is not None:
+        gradients.check_limit("step(max_parameter_norm", max_parameter_norm)
+        if max_norm is not None:
+            raise ValueError(
+                "step(max_norm=, max_parameter_norm=): clip either the global norm or that of each parameter"
+            )
 
 
 def _is_scheduler(item: Any) -> bool:

@@ -99,7 +99,7 @@ class EngineSnapshot:
         self._checks[id(optimizer)] = optimizer.register_step_post_hook(check)
 
     def leave(self) -> None:
-        """Remove the checks of all optimizers."""
+        """Remove the hooks by which optimizers check, after their first step, that their state can be saved."""
         for handle in self._checks.values():
             handle.remove()
         self._checks.clear()
@@ -160,7 +160,7 @@ class EngineSnapshot:
             shared=shared,
             of_rank={"place": self._data_rank(), "rng": self._random_states(), "streams": list(streams)},
             facts=facts,
-            parts_differ=strategy.parts_differ,
+            parts_differ=strategy.parts_differ or strategy.optimizer_parts_differ,
             changed_by_steps=trained_by(trained.optimizers),
         )
 
@@ -335,8 +335,8 @@ class EngineCheckpoints:
         """Check that the optimizers, the schedulers and the data match the checkpoint's."""
         check_optimizers(loaded, trained.optimizers, trained.schedulers, how)
         for loader, state in zip(self._prepared.loaders, loaded.shared["loaders"], strict=False):
-            if state["position"]:
-                check_samples(loaded.path, state.get("samples"), loader.samples, state["position"], how.strict)
+            if state["position"] and not loader.continues_draws(state):
+                check_samples(loaded.path, state, loader.samples, loader.plan, how.strict)
 
     def _restore_loaders(self, loaded: Loaded, own_state: Fields | None) -> None:
         """Restore each loader's position in its data; a stream continues from rank 0's state if the ranks are not those that saved."""

@@ -17,7 +17,7 @@ from engine import strategies
 from engine.callback import Callback, adapted_callbacks, affecting_steps
 from engine.checkpoint.resume import Resume
 from engine.checkpoint.run_folder import Trained
-from engine.config.duration import Duration
+from engine.config.duration import LONGEST, Duration
 from engine.config.resolve import UNSET, Resolved, resolve, with_real_defaults_in_help
 from engine.config.settings import Settings, checked_setting
 from engine.data.datamodule import DataModule
@@ -70,19 +70,25 @@ class Fit:
         num_nodes: Nodes of the job.
         precision: Number formats of the model and of its computations: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"fp8-mixed"``,
             ``"bf16-true"``, ``"16-true"``, ``"64-true"``, ``{name: fp8-mixed, recipe: rowwise}``, or an ``FP8`` or ``Precision`` object.
-        max_epochs: Stop after this many epochs. 1 when neither this nor ``max_steps`` nor ``max_time`` is given.
+        max_epochs: Stop after this many epochs. 1 when no other limit (``max_steps``, ``max_time``, ``max_duration``) is given.
         min_epochs: Epochs before which callbacks (early stopping), ``run.stop()`` and ``max_time`` do not end the training; an earlier
             request to stop takes effect then.
         max_steps: Stop after this many optimizer steps.
         min_steps: Optimizer steps before which callbacks, ``run.stop()`` and ``max_time`` do not end the training; with ``min_epochs`` both
             must be reached. Ctrl-C and SIGTERM end the training at any time.
         max_time: Stop after this time: ``"10 min"``, ``"1.5 h"``, ``"DD:HH:MM:SS"`` or a ``timedelta``.
+        max_duration: Stop after this length in any unit: ``"2e9 tokens"``, ``"1e6 samples"``, ``"3 epochs"``, ``500`` steps, ``"10 min"``.
+            Beside other limits the first one ends the training.
         accumulate_grad_batches: Micro-batches of one optimizer step, or a schedule ``{first epoch: micro-batches}`` (1 before its first
             epoch).
-        global_batch_size: Samples of one optimizer step over all ranks; the window is derived from it, at any world size.
+        global_batch_size: Samples of one optimizer step over all ranks, or its tokens (``"524_288 tokens"``) where rows have one length;
+            the window is derived from it, at any world size. Or a schedule ``{0: 256, "5e8 tokens": 512}``: each stage begins at the first
+            step at or after its start.
         gradient_clip_val: Maximum gradient norm, or absolute value, after clipping; ``None`` or 0: no clipping.
         gradient_clip_algorithm: ``"norm"``: the global norm over all parameters and ranks. ``"value"``: each element on its own.
-        val_every: How often to validate: ``"1 epochs"``, ``500`` steps, ``0.25`` of an epoch, ``"10 min"``; ``None``: never.
+            ``"norm_per_parameter"``: the norm of each parameter's gradient, over all ranks.
+        val_every: How often to validate: ``"1 epochs"``, ``500`` steps, ``0.25`` of an epoch, ``"1e8 tokens"``, ``"10 min"``; ``None``:
+            never.
         num_sanity_val_steps: Validation batches to try before training starts; 0: none, -1: all.
         limit_train_batches: Micro-batches of an epoch on each rank: an int is a number (0: none), a float in (0, 1] a fraction, ``None``
             all.
@@ -129,7 +135,10 @@ class Fit:
             automatically, as Python does.
         reload_best: After the training, load the weights of the best checkpoint, by the ``monitor`` of a ``ModelCheckpoint``, into the
             module.
-        root_dir: Where checkpoints and logs are written. The first run uses this folder, each later run a numbered folder in it.
+        root_dir: Where checkpoints and logs are written. Without ``name``, the first run uses this folder, each later run a numbered folder
+            in it.
+        name: A name for the run, whose folder is ``root_dir/name``; a further run of this name has ``name_version_1``, and so on, beside
+            it. ``"auto"``, ``"last"`` and ``"best"`` then mean the newest run of this name. If ranks have different names, rank 0's counts.
 
     Raises:
         ValueError, TypeError: a wrong argument; the message names it, its value and what is possible.
@@ -149,8 +158,9 @@ class Fit:
         max_steps: int | None = UNSET,
         min_steps: int | None = UNSET,
         max_time: str | timedelta | Duration | None = UNSET,
+        max_duration: int | float | str | timedelta | Duration | None = UNSET,
         accumulate_grad_batches: int | Mapping[int, int] = UNSET,
-        global_batch_size: int | None = UNSET,
+        global_batch_size: int | str | Mapping[int | str | Duration, int | str] | None = UNSET,
         gradient_clip_val: float | None = UNSET,
         gradient_clip_algorithm: str = UNSET,
         val_every: int | float | str | timedelta | Duration | None = UNSET,
@@ -180,6 +190,7 @@ class Fit:
         gc_every_n_steps: int = UNSET,
         reload_best: bool = UNSET,
         root_dir: str | Path = UNSET,
+        name: str | None = UNSET,
         **unknown: Never,
     ) -> None:
         arguments = {
@@ -253,9 +264,9 @@ class Fit:
             val_loaders: one loader, or a list of ``DataLoader`` objects or a dict of loaders, which are read one after the other. A list of
                 batches is one loader; an empty list or dict means no validation.
             datamodule: provides the loaders that are not passed here.
-            resume: continue a run, in its folder: ``"last"`` (the newest checkpoint of the newest run in ``root_dir``), ``"auto"`` (the
-                same, if there is one), ``"best"``, a checkpoint's path or URL, a run's folder, or a :class:`engine.Resume` that loads only
-                parts of the checkpoint. By default a new run starts, in a new folder.
+            resume: continue a run, in its folder: ``"last"`` (the newest checkpoint of the newest run in ``root_dir``, or of those with
+                the ``name``), ``"auto"`` (the same, if there is one), ``"best"``, a checkpoint's path or URL, a run's folder, or a
+                :class:`engine.Resume` that loads only parts of the checkpoint. By default a new run starts, in a new folder.
 
         Returns:
             How the run ended; on every rank.
@@ -381,6 +392,11 @@ class Fit:
                 results = predict(run, prepared, return_predictions)
         return results[0] if len(prepared) == 1 else results
 
+    def _without_time(self) -> dict[str, Any]:
+        """The limits of time, changed so that they are not reached: without any limit a training would end after an epoch."""
+        limits = {name: getattr(self.settings, name) for name in ("max_time", "max_duration")}
+        return {name: LONGEST for name, limit in limits.items() if limit is not None and limit.unit == "seconds"}
+
     def replay(
         self,
         module: TrainModule,
@@ -427,7 +443,7 @@ class Fit:
             num_sanity_val_steps=0,
             min_steps=None,
             min_epochs=None,
-            max_time=None,
+            **self._without_time(),
             reload_best=False,
             on_nonfinite=None
             if self.settings.on_nonfinite == "raise"

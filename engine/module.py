@@ -43,6 +43,10 @@ class TrainModule(nn.Module):
 
     automatic_optimization: bool = True
     """Set to False to call ``manual_backward`` and the optimizers' ``step`` and ``zero_grad`` in ``training_step`` yourself."""
+    steps_per_batch: float | None = None
+    """The number of optimizer steps in a batch, on average, of a module with ``automatic_optimization = False``: 2 in a GAN whose ``training_step``
+    steps both optimizers. ``run.total_steps`` needs it where ``max_steps`` ends the training; ``None`` means 1, and is an error with several
+    optimizers."""
     hparams_name: str | None = None
     """The name of the constructor's argument that was saved as the dict of all hyperparameters, if one was."""
     _reached: tuple[int, int, int] = (0, 0, 0)
@@ -282,7 +286,8 @@ class TrainModule(nn.Module):
         Loading runs no code from the checkpoint: the class is the one that this method is called on. Each calling process reads all weights.
 
         Args:
-            checkpoint_path: a checkpoint, or a folder, whose newest checkpoint is used; a local path or a URL that fsspec supports.
+            checkpoint_path: a checkpoint, or a folder, whose newest checkpoint is used; ``RUN/best`` is the best one in the folder ``RUN``. A local
+                path or a URL that fsspec supports.
             strict: ``False``: skip parameters that only the checkpoint or only the module has, or whose shapes differ, and name them in a warning.
             map_location: the device to move the module to; by default it stays where its constructor put it.
             weights: ``"trained"``, or the name of weights that a callback has saved, such as ``"ema"``; by default those that the checkpoint's
@@ -319,8 +324,8 @@ class TrainModule(nn.Module):
     ) -> None:
         """Clip one optimizer's gradients before its ``step``, in manual optimization or :meth:`configure_gradient_clipping`.
 
-        ``gradient_clip_algorithm``: limit their 2-norm (``"norm"``) or each element (``"value"``) to ``gradient_clip_val``; the defaults are
-        ``Fit``'s settings.
+        ``gradient_clip_algorithm``: limit their 2-norm (``"norm"``), each element (``"value"``), or the 2-norm of each parameter's
+        (``"norm_per_parameter"``) to ``gradient_clip_val``; the defaults are ``Fit``'s settings.
         """
         self._attached("clip_gradients()").clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
@@ -381,7 +386,7 @@ class TrainModule(nn.Module):
         return self._attached("all_gather()").all_gather(data, group, sync_grads)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print``, on rank 0 only."""
+        """Call ``print`` on rank 0 only."""
         if self.global_rank == 0:
             print(*args, **kwargs)
 

@@ -45,6 +45,10 @@ class Unread:
 # -- finding ------------------------------------------------------------------------------------------------------------------------
 
 
+ALIASES = ("best", "last")
+"""Names that mean a checkpoint in a run's folder."""
+
+
 def folder_at(path: str | Path) -> Storage | None:
     """Find the folder of checkpoints at a path or a URL: ``path`` itself, its ``checkpoints/``, or that of the newest run in it that has
     checkpoints. ``version_0`` names the first run of a ``root_dir``, which has no folder of this name.
@@ -98,6 +102,8 @@ def _has_folders(path: str) -> bool:
 def find(path: str | Path) -> tuple[Storage, list[str]]:
     """Find the checkpoints that a path or a URL means: the checkpoint at ``path``, or all complete ones in its :func:`folder_at`.
 
+    Where nothing has the name, ``RUN/best`` and ``RUN/last`` are the best and the newest checkpoint in the folder of a run.
+
     Returns:
         Their storage, and their names, oldest first.
 
@@ -105,6 +111,7 @@ def find(path: str | Path) -> tuple[Storage, list[str]]:
         FileNotFoundError: there is no checkpoint at ``path``.
         NotADirectoryError: ``path`` is a file.
         DamagedCheckpoint: all checkpoints there are incomplete; the message has the reason.
+        ValueError: ``path`` is ``RUN/best``, and no checkpoint there has a score.
     """
     return find_in(path, folder_at(path))
 
@@ -124,6 +131,15 @@ def find_in(path: str | Path, folder: Storage | None) -> tuple[Storage, list[str
     damaged |= {str(storage.path(n)): problem.reason for n, problem in storage.incomplete().items() if n == name}
     for location, reason in damaged.items():
         raise DamagedCheckpoint(f"{location}: {reason}; there is no complete checkpoint")
+    if name in ALIASES:
+        parent = str(path).rstrip("/").rpartition("/")[0]
+        if not parent:
+            raise FileNotFoundError(
+                f"{name!r} names no folder here: give the run's folder as well, as in 'runs/{name}', or the path, as in "
+                "fit.run(...).best_checkpoint"
+            )
+        storage, name = split_path(checkpoint_of(parent, name))
+        return storage, [name]
     siblings = ", ".join(storage.manifests()) or "none"
     why = "" if "://" in str(path) else f": {reason_for_absence(Path(expanded(path)))}"
     raise FileNotFoundError(

@@ -335,7 +335,8 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def reason_for_absence(directory: Path) -> str:
-    """Why there is no checkpoint at ``directory``, and what to do: the path is wrong, a copy is incomplete, or another library has written it."""
+    """Explain why there is no checkpoint at ``directory``, and what to do: the path is wrong, a copy is incomplete, or another library has written
+    it."""
     try:
         names = sorted(os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError):

@@ -23,6 +23,7 @@ def main_root(
     best: Root,
     checkpoint: str | Path | Resume | None,
     earlier: Trained | None,
+    run_name: str = "",
 ) -> tuple[Root, Trained | None]:
     """The one of ``roots`` in which the ``checkpoint`` is, from which the run resumes or loads weights; all ranks call this together.
 
@@ -33,11 +34,15 @@ def main_root(
         root_dir: the folder that runs share.
         best: the root of the callback that ranks checkpoints by a metric.
         earlier: the same ``Fit``'s previous training, if any; then the names mean its checkpoints.
+        run_name: the run's name; empty: none.
     """
     if checkpoint is None or len(roots) < 2:
         return roots[0] if roots else None, earlier
     name = str(checkpoint.path if isinstance(checkpoint, Resume) else checkpoint)
-    places = [run_root_of(root_dir, "checkpoints") if root is None else run_root_of(root) for root in roots]
+    runs = run_name or ("" if earlier is None else earlier.name)
+    places = [
+        run_root_of(root_dir, "checkpoints", runs) if root is None else run_root_of(root, name=runs) for root in roots
+    ]
 
     def find() -> list[Any]:
         index = (
@@ -49,7 +54,7 @@ def main_root(
         return [index, None if number is None else places[index].storage(number).root]
 
     index, folder = all_or_none(group, lambda: find() if group.is_main else None)[0]
-    return roots[index], earlier if earlier is None or folder is None else Trained(earlier.id, folder)
+    return roots[index], earlier if earlier is None or folder is None else earlier._replace(checkpoints=folder)
 
 
 def _newest(places: Sequence[RunRoot], earlier: Trained | None) -> int:
@@ -69,4 +74,11 @@ def _newest(places: Sequence[RunRoot], earlier: Trained | None) -> int:
 
 def _with(places: Sequence[RunRoot], path: str) -> int:
     """The index of the place that has the checkpoint, or the checkpoints of the run, at ``path``; 0 if none has."""
-    return next((index for index, place in enumerate(places) if place.number_of_run(path) is not None), 0)
+    return next(
+        (
+            index
+            for index, place in enumerate(places)
+            if place.number_of_run(path) is not None or place.name_of_run(path)
+        ),
+        0,
+    )

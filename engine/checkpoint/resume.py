@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.catalog import by_score
+from engine.checkpoint.catalog import ALIASES, by_score
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.local_storage import Opened
 from engine.checkpoint.manifest import FOLDERS, RANK, SHARED, TRAINED
@@ -43,7 +43,9 @@ NAMES = ("last", "auto", "best")
 """The names that ``resume=`` and ``checkpoint=`` accept in place of a path or URL."""
 _POSSIBLE = "'last', 'auto', 'best', or the path or URL of a checkpoint or a run's folder"
 
-_ELSEWHERE = "If the run saved elsewhere, with another root_dir or ModelCheckpoint(dirpath=...), give that again"
+_ELSEWHERE = (
+    "If the run saved elsewhere, with another root_dir, another name or ModelCheckpoint(dirpath=...), give that again"
+)
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,9 @@ class Resume:
     """The checkpoint that ``Fit.run(resume=...)`` continues from, and the parts of it to load. A plain name or path means the defaults."""
 
     path: str | Path = "last"
-    """The checkpoint. ``"last"``: the newest one of the newest run in ``root_dir``; ``"auto"``: like ``"last"``, or a new run if there is none;
-    ``"best"``: by the score that ``ModelCheckpoint(monitor=...)`` saved with it; or a checkpoint's path or URL, or a run's folder."""
+    """The checkpoint. ``"last"``: the newest one of the newest run in ``root_dir``, or of those with the ``name``; ``"auto"``: like ``"last"``,
+    or a new run if there is none, but a run that has stopped early trains on under other limits only; ``"best"``: by the score that
+    ``ModelCheckpoint(monitor=...)`` saved with it; or a checkpoint's path or URL, or a run's folder."""
     weights_only: bool = False
     """Load parameters and buffers only, with what the module and the data module have saved beside them, and start a new run at step 0."""
     optimizer: bool = True
@@ -193,9 +196,7 @@ def opening(
         try:
             loaded, damage = _open(group, chosen_storage, name, folders)
         except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"{argument}={checkpoint!r}: {error}{'' if '/' in checkpoint else f'; give {_POSSIBLE}'}"
-            ) from error
+            raise FileNotFoundError(f"{argument}={checkpoint!r}: {error}{_remedy(argument, checkpoint)}") from error
         if loaded is not None:
             for reason in reasons if group.is_main else ():
                 report("%s; using %s", reason, name)
@@ -208,6 +209,8 @@ def opening(
         reasons.append(damage)
         passed.append(name)
     problem = f"no complete checkpoint{' with a score' if checkpoint == 'best' else ''} in {storage.root}"
+    if not reasons and "://" not in storage.root and not os.path.exists(storage.root):
+        problem += ", which does not exist"
     if not reasons:
         remedy = "ModelCheckpoint(monitor=...) saves some" if checkpoint == "best" else _ELSEWHERE
         new = ", or resume='auto' to start a new one" if (argument, checkpoint) == ("resume", "last") else ""
@@ -218,6 +221,16 @@ def opening(
     raise DamagedCheckpoint(
         f"{argument}={checkpoint!r}: {problem} can be used; these exist:{listed}\n"
         "Repair them, give the path of another one, or move them away to start from step 0"
+    )
+
+
+def _remedy(argument: str, checkpoint: str) -> str:
+    """End the message of the error for a path without a checkpoint by what to give instead."""
+    parent, _, name = checkpoint.rstrip("/").rpartition("/")
+    if not parent:
+        return f"; give {_POSSIBLE}"
+    return (
+        f"; the {name} one of {parent} is Fit(root_dir={parent!r}) with {argument}={name!r}" if name in ALIASES else ""
     )
 
 
@@ -253,13 +266,11 @@ def check_optimizer(loaded: Loaded, index: int, optimizer: Any, configured: bool
     """
     saved, kinds = loaded.source.optim[str(index)], loaded.shared.get("kinds", {}).get("optimizers", [])
     kind, class_name = kinds[index] if index < len(kinds) else None, type(optimizer).__name__
+    is_torch = type(optimizer).__module__.startswith("torch.optim.")
     for group, current in zip(saved["param_groups"], optimizer.param_groups, strict=False):
-        missing = sorted(
-            current.keys()
-            - group.keys()
-            - {"params"}
-            - (_OPTIONAL_HYPERPARAMETERS if kind != class_name else current.keys())
-        )
+        # Another package's class fills in what its earlier release did not have. A user adds names of his own to groups.
+        needed = current.keys() if kind != class_name else optimizer.defaults.keys() if is_torch else set()
+        missing = sorted((current.keys() & needed) - group.keys() - {"params"} - _OPTIONAL_HYPERPARAMETERS)
         missing += sorted(
             name
             for name, value in current.items()
@@ -270,7 +281,7 @@ def check_optimizer(loaded: Loaded, index: int, optimizer: Any, configured: bool
                 f"{loaded.path} has the state of {terminal_text(kind or 'another optimizer')} for optimizer {index}, which is {class_name}: no "
                 f"usable {', '.join(missing)} is saved. Give the optimizer that was saved, or start it fresh with Resume(path, optimizer=False)"
             )
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if is_torch:
         _check_torch(loaded, index, optimizer, saved)
         if configured:
             _check_flags(loaded, optimizer, saved)
@@ -378,17 +389,27 @@ def load_scheduler(loaded: Loaded, index: int, scheduler: Any, state: Any) -> No
     loaded.load_into(f"scheduler {index} ({type(scheduler).__name__})", scheduler.load_state_dict, state)
 
 
-def check_samples(path: Path | str, saved: Any, current: int | None, position: int, strict: bool) -> None:
-    """Check that the data still has the number of samples (or ready batches) on which the order of the started epoch depends.
+def check_samples(
+    path: Path | str, saved: Mapping[str, Any], samples: int | None, plan: int | None, strict: bool
+) -> None:
+    """Check that the data still has the number of samples (or ready batches), and the packing, on which the order of the started epoch depends.
+
+    Args:
+        saved: the entries of the loader in the checkpoint.
+        samples, plan: these entries now.
 
     Raises:
-        ValueError: the data has another length; with ``strict=False`` a warning is logged instead.
+        ValueError: the data has another length, or other rows or batches; with ``strict=False`` a warning is logged instead.
     """
-    if None in (saved, current) or saved == current:
+    if None not in (saved.get("samples"), samples) and saved["samples"] != samples:
+        difference = f"of the {saved['samples']} samples or batches of an epoch, and the data now has {samples}"
+    elif None not in (saved.get("plan"), plan) and saved["plan"] != plan and saved["position"] < (samples or 0):
+        difference = "of an epoch whose documents were packed into other rows or batches (other lengths, or other arguments of Packed or TokenBudget)"
+    else:
         return
     message = (
-        f"{path} was saved at {position} of the {saved} samples or batches of an epoch, and the data now has {current}: some would be left out or "
-        "repeated. Finish the epoch with the data that it started with"
+        f"{path} was saved at {saved['position']} {difference}: some would be left out or repeated. Finish the epoch with the data "
+        "that it started with"
     )
     if strict:
         raise ValueError(f"{message}, or continue anyway with Resume(path, strict=False)")

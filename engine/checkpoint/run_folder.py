@@ -25,10 +25,11 @@ EVALUATIONS = ("validate", "test", "predict")
 
 
 class Trained(NamedTuple):
-    """A ``Fit``'s latest training: the ``id`` of its run, and its checkpoint folder."""
+    """A ``Fit``'s latest training: the ``id`` of its run, its checkpoint folder, and its name, if it has one."""
 
     id: str
     checkpoints: str
+    name: str = ""
 
 
 class RunFolder:
@@ -39,15 +40,20 @@ class RunFolder:
     resumes from a path gets the folder of that checkpoint's run, if the run is in the same ``root_dir``, else a new one. An evaluation writes
     into the folder of the same :class:`engine.Fit`'s training, or into a new one.
 
+    A run with a name is among the runs of that name, wherever they are: in ``root_dir`` and in places for checkpoints. It never continues a run of
+    another name. A run without a name that resumes from the path of a named one in ``root_dir`` continues that one.
+
     Args:
         root_dir: the folder that runs share.
         dirpath: a directory or URL for checkpoints; ``None``: they are kept in the run's folder.
         stage: the run's ``stage``, as in :class:`engine.Run`.
         checkpoint: the checkpoint from which the run resumes, or whose weights it loads.
         earlier: the same ``Fit``'s previous training, if any; then the names mean its checkpoints.
+        name: the run's name; empty: none.
 
     Raises:
         FolderInUse: another process is writing the run to continue.
+        ValueError: it is unclear which run of the name is the newest.
     """
 
     def __init__(
@@ -58,13 +64,14 @@ class RunFolder:
         stage: str,
         checkpoint: str | Path | Resume | None,
         earlier: Trained | None,
+        name: str = "",
     ) -> None:
         resume = checkpoint if isinstance(checkpoint, Resume) or checkpoint is None else Resume(checkpoint)
         self._group, self._stage, self._earlier = group, stage, earlier
         self._chosen_root = None if dirpath is None else str(dirpath)
         self._checkpoint = None if resume is None else str(resume.path)
         self._continues = resume is not None and stage == "fit" and not resume.weights_only
-        self._root, self._claims = run_root_of(root_dir, "checkpoints"), dict[str, Claim]()
+        self._root_dir, self._name, self._claims = root_dir, name, dict[str, Claim]()
         self._announcement: list[Any] | None = None
         row = self._on_main(self._choose)
         self.id: str = row["id"]
@@ -95,7 +102,7 @@ class RunFolder:
         if self._stage == "fit":
             self.announce()
         if root is not None and str(root) != self._chosen_root:
-            self.checkpoints = self.named = self._on_main(partial(self._lock_root, run_root_of(root)))
+            self.checkpoints = self.named = self._on_main(partial(self._lock_root, root))
             self._chosen_root = str(root)
         checkpoint_folder = (
             str(self.path / "checkpoints") if root is None and self._stage == "fit" else self.checkpoints
@@ -108,7 +115,7 @@ class RunFolder:
         """Lock this run's folder under a further ``root`` (``None``: the run's folder), and return the checkpoint folder there."""
         if root is None:
             return str(self.path / "checkpoints")
-        checkpoint_folder: str = self._on_main(partial(self._lock_root, run_root_of(root)))
+        checkpoint_folder: str = self._on_main(partial(self._lock_root, root))
         if self._stage == "fit":
             self._on_main(partial(_check_writable, checkpoint_folder))
         return checkpoint_folder
@@ -124,17 +131,22 @@ class RunFolder:
 
     def trained(self) -> Trained:
         """The facts about this run that the ``Fit`` remembers after its end."""
-        return Trained(self.id, self.checkpoints)
+        return Trained(self.id, self.checkpoints, self._name)
 
     def note_beginning(self, checkpoint: str) -> None:
         """Record that this new run began with another run's ``checkpoint``, which a replay from the seed would not. All ranks may call this."""
         for claim in self._claims.values():  # rank 0 has them
             claim.note_beginning(checkpoint)
 
-    def close(self, failed: bool = False) -> None:
-        """Release the folder at the end of the run."""
+    def ends_of(self, checkpoints: str) -> list[int] | None:
+        """The steps at which trainings of the run with this checkpoint folder have ended by themselves; ``None``: nothing is known of that run."""
+        steps: list[int] | None = self._on_main(partial(_ends_of, checkpoints))
+        return steps
+
+    def close(self, failed: bool = False, ended_at: int | None = None) -> None:
+        """Release the folder at the end of the run. ``ended_at``: the step at which a training has ended by itself."""
         while self._claims:
-            self._claims.popitem()[1].close(failed, wrote=self._announcement is None)
+            self._claims.popitem()[1].close(failed, wrote=self._announcement is None, ended_at=ended_at)
 
     # -- on rank 0 --------------------------------------------------------------------------------------------------------------
 
@@ -143,6 +155,7 @@ class RunFolder:
 
     def _choose(self) -> dict[str, Any]:
         """Choose and lock the folder on rank 0; the result goes to all ranks."""
+        self._name = self._name or self._name_to_continue()
         try:
             return self._training() if self._stage == "fit" else self._evaluation()
         except BaseException:
@@ -151,53 +164,71 @@ class RunFolder:
 
     def _training(self) -> dict[str, Any]:
         """Choose and lock the folders of a training: its run folder and, under another root, its checkpoint folder."""
-        checkpoint_root = self._root if self._chosen_root is None else run_root_of(self._chosen_root)
+        run_root, checkpoint_root = self._run_root(), self._checkpoint_root()
+        same_root = self._chosen_root is None
         continued = self._run_to_continue(checkpoint_root)
         number, id = self._lock_run(checkpoint_root, continued, uuid.uuid4().hex)
         checkpoints = checkpoint_root.storage(number)
         named = self._named(checkpoint_root) if continued is None and self._checkpoint in NAMES else checkpoints
-        own_number = (
-            number if checkpoint_root is self._root else self._lock_run(self._root, self._root.with_id(id), id)[0]
-        )
-        places = (
-            self._root.folder(own_number)
-            if checkpoint_root is self._root
-            else f"{self._root.folder(own_number)}, its checkpoints into {checkpoint_root.folder(number)}"
-        )
+        own_number = number if same_root else self._lock_run(run_root, run_root.with_id(id), id)[0]
+        own_folder = run_root.folder(own_number)
+        places = own_folder if same_root else f"{own_folder}, its checkpoints into {checkpoint_root.folder(number)}"
         announcement: list[Any] = [logging.INFO, "this run writes into %s", places]
-        if continued is None and (number or own_number):
+        root, new_number = (checkpoint_root, number) if number else (run_root, own_number)
+        if continued is None and (earlier := root.earlier_run(new_number)) is not None:
             announcement = [
                 logging.WARNING,
                 "%s belongs to another run: this one writes into %s",
-                checkpoint_root.folder(0) if number else self._root.folder(0),
+                root.folder(earlier),
                 places,
             ]
-        return self._row(id, own_number, checkpoints, named, announcement)
+        return self._row(id, own_folder, checkpoints, named, announcement)
 
     def _evaluation(self) -> dict[str, Any]:
         """Choose and lock the folder of an evaluation: that of the same ``Fit``'s training if it is free, else a new one."""
-        named = self._named(self._root if self._chosen_root is None else run_root_of(self._chosen_root))
-        earlier = None if self._earlier is None else self._root.with_id(self._earlier.id)
+        root, named = self._run_root(), self._named(self._checkpoint_root())
+        earlier = None if self._earlier is None else root.with_id(self._earlier.id)
         try:
-            number, id = self._lock_run(self._root, earlier, uuid.uuid4().hex)
+            number, id = self._lock_run(root, earlier, uuid.uuid4().hex)
         except FolderInUse:
-            number, id = self._lock_run(self._root, None, uuid.uuid4().hex)
-        announcement = [logging.INFO, "this evaluation writes its logs into %s", self._root.folder(number)]
-        return self._row(id, number, named, named, announcement)
+            number, id = self._lock_run(root, None, uuid.uuid4().hex)
+        folder = root.folder(number)
+        announcement = [logging.INFO, "this evaluation writes its logs into %s", folder]
+        return self._row(id, folder, named, named, announcement)
+
+    def _run_root(self) -> RunRoot:
+        """The runs of this name in ``root_dir``."""
+        return run_root_of(self._root_dir, "checkpoints", self._name)
+
+    def _checkpoint_root(self) -> RunRoot:
+        """The runs of this name in the place for checkpoints."""
+        return self._run_root() if self._chosen_root is None else run_root_of(self._chosen_root, name=self._name)
+
+    def _name_to_continue(self) -> str:
+        """The name of the run that a run without a name continues or evaluates; empty: it has none."""
+        by_path = self._checkpoint is not None and self._checkpoint not in NAMES
+        if self._earlier is not None and not by_path and (self._stage != "fit" or self._continues):
+            return self._earlier.name
+        if not by_path or not self._continues:
+            return ""
+        assert self._checkpoint is not None
+        root = self._checkpoint_root()
+        return root.name_of_run(_checkpoints_in(self._checkpoint) or self._checkpoint)
 
     def _row(
-        self, id: str, number: int, checkpoints: Storage, named: Storage, announcement: list[Any]
+        self, id: str, folder: str, checkpoints: Storage, named: Storage, announcement: list[Any]
     ) -> dict[str, Any]:
         return {
             "id": id,
-            "path": self._root.folder(number),
+            "path": folder,
             "checkpoints": checkpoints.root,
             "named": named.root,
             "announcement": announcement,
         }
 
-    def _lock_root(self, root: RunRoot) -> str:
-        """Lock this run's folder under another ``root`` for checkpoints, and return the checkpoint folder there."""
+    def _lock_root(self, place: str | Path) -> str:
+        """Lock this run's folder under another root for checkpoints, and return the checkpoint folder there."""
+        root = run_root_of(place, name=self._name)
         if self._stage != "fit":
             return self._named(root).root
         number = root.with_id(self.id)
@@ -262,14 +293,17 @@ class RunFolder:
         return _trainings(root)
 
 
-def source_of(root_dir: Path, dirpath: str | Path | None, checkpoint: str) -> tuple[Storage, str]:
+def source_of(
+    root_dir: Path, dirpath: str | Path | None, checkpoint: str, name: str | None = None
+) -> tuple[Storage, str]:
     """Do the same as :meth:`RunFolder.source`, in a single process that starts no run."""
     checkpoint_folder = None if checkpoint in NAMES else _checkpoints_in(checkpoint)
     if checkpoint_folder is not None:
         return storage_of(checkpoint_folder), "last"
-    return newest_checkpoints(
-        run_root_of(root_dir, "checkpoints") if dirpath is None else run_root_of(dirpath)
-    ), checkpoint
+    root = (
+        run_root_of(root_dir, "checkpoints", name or "") if dirpath is None else run_root_of(dirpath, name=name or "")
+    )
+    return newest_checkpoints(root), checkpoint
 
 
 def newest_checkpoints(root: RunRoot) -> Storage:
@@ -277,8 +311,27 @@ def newest_checkpoints(root: RunRoot) -> Storage:
     return root.storage(next((n for n in _trainings(root) if root.has_checkpoints(n)), 0))
 
 
+def _ends_of(checkpoints: str) -> list[int] | None:
+    """The steps at which the run with this checkpoint folder, which may lie in the run's folder, has ended; ``None``: it has no record."""
+    folder, _, name = checkpoints.rpartition("/")
+    for place in (checkpoints, *([folder] if name == "checkpoints" and folder else [])):
+        if record := run_root_of(place).record(0):
+            return list(record.ended_at)
+    return None
+
+
 def _trainings(root: RunRoot) -> list[int]:
-    """The numbers of the trainings that ``"last"``, ``"best"`` or ``"auto"`` may mean, the first choice first: those of this job, then the newest."""
+    """The numbers of the trainings that ``"last"``, ``"best"`` or ``"auto"`` may mean, the first choice first: those of this job, then the newest.
+
+    Raises:
+        ValueError: the root of a name has runs of its own, from a ``root_dir`` of that name, so that the newest run of the name is not certain.
+    """
+    if root.name and (inner := next(run_root_of(root.folder(0), root.subfolder).newest_first(), 0)):
+        folder = root.folder(0)
+        raise ValueError(
+            f"name={root.name!r} does not say which run to continue: {folder} has runs of its own ({folder}/version_{inner}), written with "
+            f"root_dir={folder!r}. Give that root_dir without a name, the path of a run or a checkpoint, or another name"
+        )
     records = {number: root.record(number) for number in root.newest_first()}
     trainings = [number for number, record in records.items() if record.stage not in EVALUATIONS]
     of_this_job = [number for number in trainings if _belongs_to(records[number], _restarted_job_names(os.environ))]

@@ -1,6 +1,7 @@
 """The runs that share a root folder: each has its own folder with a ``run.json``, and holds a lock on that file while it runs.
 
-The first run's folder is the root itself, later runs have ``version_1``, ``version_2``, ... in it. A ``run.json`` has the run's ``id``, and
+The first run's folder is the root itself, later runs have ``version_1``, ``version_2``, ... in it. Runs with a name stand side by side: ``name``,
+``name_version_1``, ``name_version_2``, ... A ``run.json`` has the run's ``id``, and
 the host, process and start time of its holder. On a file system the holder has the file locked (``flock``): the
 kernel frees the lock when the process ends in any way. NFS extends the lock to all machines (version 4, or 3 with its lock daemon); when a
 machine is lost, the server frees its locks after a lease (90 s is usual). Where there are no such locks (URLs, mounts with ``nolock``), a
@@ -38,7 +39,8 @@ RUN = "run.json"
 FIRST = "version_0"
 """How a path can name the first run, whose folder is the root itself."""
 RUNNING, ENDED, FAILED = "running", "ended", "failed"
-_NUMBERED = re.compile(r"version_([1-9][0-9]{0,8})")
+_NUMBERED = re.compile(r"(?:(.*)_)?version_([1-9][0-9]{0,8})", re.DOTALL)
+"""The folder of a later run: the runs' name, if they have one, and the run's number."""
 _PATIENCE = 3, 0.05
 """The number of attempts to get a lock, and the seconds between them: a process that only checks whether a lock is free holds it briefly."""
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
@@ -69,6 +71,8 @@ class RunRecord:
     """:data:`RUNNING`, :data:`ENDED` or :data:`FAILED`."""
     began_with: str = ""
     """The checkpoint of another run with which a new run began: whose weights it loaded, or from which it resumed."""
+    ended_at: tuple[int, ...] = ()
+    """The steps at which trainings of the run have ended by themselves, with all they do at their end."""
 
     @classmethod
     def of_this_process(cls, id: str, stage: str, job: Sequence[str]) -> RunRecord:
@@ -90,22 +94,24 @@ class RunRecord:
             for name in ("id", "stage", "host", "process", "since", "status", "began_with")
             if type(values.get(name)) is str
         }
-        job, pid = values.get("job"), values.get("pid")
+        job, pid, ended_at = values.get("job"), values.get("pid"), values.get("ended_at")
         names = tuple(name for name in job if type(name) is str) if type(job) is list else ()
-        return cls(**texts, job=names, pid=pid if type(pid) is int else 0)
+        steps = tuple(step for step in ended_at if type(step) is int) if type(ended_at) is list else ()
+        return cls(**texts, job=names, pid=pid if type(pid) is int else 0, ended_at=steps)
 
     def __bool__(self) -> bool:
         return self != NO_RECORD
 
     def text(self) -> bytes:
         """The record as the content of a ``run.json``."""
-        values = {name: value for name, value in vars(self).items() if name != "began_with" or value}
+        values = {name: value for name, value in vars(self).items() if name not in ("began_with", "ended_at") or value}
         # Like indent=1, which would use Python's slow encoder.
         return json.dumps(values, separators=(",\n ", ": ")).encode()
 
     def continuing(self, previous: RunRecord) -> RunRecord:
-        """This record for the folder of an earlier run, with that run's id and ``began_with``; unless this process trains, also its stage and job."""
-        record = replace(self, id=previous.id or self.id, began_with=previous.began_with)
+        """This record for the folder of an earlier run, with that run's id, ``began_with`` and ``ended_at``; unless this process trains, also its
+        stage and job."""
+        record = replace(self, id=previous.id or self.id, began_with=previous.began_with, ended_at=previous.ended_at)
         if self.stage == "fit" or not previous:
             return record
         return replace(record, stage=previous.stage or self.stage, job=previous.job)
@@ -151,14 +157,19 @@ def _process_start(pid: int) -> str | None:
 
 
 class RunRoot(ABC):
-    """The runs that share a root. The implementations are :class:`LocalRunRoot` and :class:`RemoteRunRoot`; :func:`run_root_of` chooses one."""
+    """The runs that share a root and a name, or have none. The implementations are :class:`LocalRunRoot` and :class:`RemoteRunRoot`;
+    :func:`run_root_of` chooses one."""
 
     root: str
     subfolder: str
     """The folder of checkpoints within a run's folder: ``"checkpoints"``, or ``""`` for the run's folder itself."""
+    name: str
+    """The runs' name; empty: runs without a name."""
 
     def folder(self, number: int) -> str:
-        """The folder of the run of this number; 0 is the root itself."""
+        """The folder of the run of this number; 0 is the first, which without a name has the root itself."""
+        if self.name:
+            return f"{self.root}/{self.name}_version_{number}" if number else f"{self.root}/{self.name}"
         return f"{self.root}/version_{number}" if number else self.root
 
     def storage(self, number: int) -> Storage:
@@ -176,7 +187,7 @@ class RunRoot(ABC):
                 os.stat(root)  # usually there is no such folder
             storage = storage_of(root)
             return any(storage.complete()) or any(not name.startswith(".") for name in storage.incomplete())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         except PermissionError:
             return True
@@ -206,6 +217,19 @@ class RunRoot(ABC):
         roots = {canonical(checkpoint), canonical(checkpoint.rstrip("/").rpartition("/")[0] or ".")}
         return next((number for number in self.newest_first() if canonical(self.storage(number).root) in roots), None)
 
+    def name_of_run(self, checkpoint: str) -> str:
+        """The name of the run in this root to which a checkpoint, or a folder of checkpoints, belongs; empty: to none with a name."""
+        for place in (canonical(checkpoint), canonical(checkpoint.rstrip("/").rpartition("/")[0] or ".")):
+            run_folder = place.removesuffix(f"/{self.subfolder}") if self.subfolder else place
+            parent, _, last = run_folder.rpartition("/")
+            if parent != canonical(self.root):
+                continue
+            name = (match[1] or "") if (match := _NUMBERED.fullmatch(last)) else last
+            runs = run_root_of(self.root, self.subfolder, name)
+            if name and (number := runs.number_of_run(checkpoint)) is not None and runs.record(number):
+                return name
+        return ""
+
     def claim(self, record: RunRecord) -> Claim:
         """Take an unused folder for a new run.
 
@@ -231,6 +255,12 @@ class RunRoot(ABC):
                 return claim
         raise self.record(number).in_use(self.folder(number))
 
+    def earlier_run(self, number: int) -> int | None:
+        """The number of a run that was there before the new run ``number``: the first of all, or else the newest; ``None``: there is none."""
+        if number and self._is_run(0):
+            return 0
+        return next((other for other in self.newest_first() if other != number), None)
+
     def unused(self) -> int:
         """A run number that is not in use yet; it is not reserved."""
         last = max(self._numbers(), default=0)
@@ -240,12 +270,13 @@ class RunRoot(ABC):
         return bool(self.record(number)) or self.has_checkpoints(number)
 
     def _numbers(self) -> list[int]:
-        """The numbers of existing ``version_<number>`` entries, whether they are runs or not."""
+        """The numbers of existing ``version_<number>`` entries of this name, whether they are runs or not."""
         try:
             names = self._names()
         except FileNotFoundError:
             return []
-        return [int(numbered[1]) for name in names if (numbered := _NUMBERED.fullmatch(name))]
+        matches = (match for entry in names if (match := _NUMBERED.fullmatch(entry)))
+        return [int(match[2]) for match in matches if (match[1] or "") == self.name]
 
     @abstractmethod
     def _names(self) -> list[str]:
@@ -295,15 +326,20 @@ class Claim:
             raise
         _claims.add(self)
 
-    def close(self, failed: bool = False, wrote: bool = True) -> None:
-        """Release the folder. The record, and then the empty folder, are deleted if there is nothing else, or if a new run ``wrote`` nothing."""
+    def close(self, failed: bool = False, wrote: bool = True, ended_at: int | None = None) -> None:
+        """Release the folder. The record, and then the empty folder, are deleted if there is nothing else, or if a new run ``wrote`` nothing.
+
+        Args:
+            ended_at: the step at which a training has ended by itself.
+        """
         if self not in _claims:
             return
         try:
             if (self.is_new and not wrote) or self.root.has_only_record(self):
                 self.root.forget(self)
             else:
-                self.record = replace(self.record, status=FAILED if failed else ENDED)
+                steps = self.record.ended_at if ended_at is None else tuple({*self.record.ended_at, ended_at})
+                self.record = replace(self.record, status=FAILED if failed else ENDED, ended_at=steps)
                 self.root.write(self)
         except OSError:  # someone removed the folder, or wrote into its parent
             pass
@@ -335,16 +371,19 @@ def _unlock_after_fork() -> None:
 os.register_at_fork(after_in_child=_unlock_after_fork)
 
 
-def run_root_of(root: str | Path, subfolder: str = "") -> RunRoot:
-    """The :class:`RunRoot` of a directory or a URL."""
-    return RemoteRunRoot(str(root), subfolder) if "://" in str(root) else LocalRunRoot(Path(expanded(root)), subfolder)
+def run_root_of(root: str | Path, subfolder: str = "", name: str = "") -> RunRoot:
+    """The :class:`RunRoot` of a directory or a URL, for runs with this ``name``, or for runs without a name."""
+    if "://" in str(root):
+        return RemoteRunRoot(str(root), subfolder, name)
+    return LocalRunRoot(Path(expanded(root)), subfolder, name)
 
 
 class LocalRunRoot(RunRoot):
     """Runs in a local directory."""
 
-    def __init__(self, root: Path, subfolder: str = "") -> None:
-        self.root, self.subfolder = str(root.absolute()), subfolder  # a script may change the current directory
+    def __init__(self, root: Path, subfolder: str = "", name: str = "") -> None:
+        self.root = str(root.absolute())  # a script may change the current directory
+        self.subfolder, self.name = subfolder, name
 
     def record(self, number: int) -> RunRecord:
         try:
@@ -374,6 +413,10 @@ class LocalRunRoot(RunRoot):
         """Lock a run's folder (0: the root itself) and write its record; ``None``: another run has it, or ``new`` is asked for and it is not."""
         folder = Path(self.folder(number))
         path = folder / RUN
+        if folder.is_file():
+            raise NotADirectoryError(
+                f"{folder} is a file, and a run needs a folder there: move it away, or give another name or root_dir"
+            )
         if new and not path.exists() and (folder.exists() if number else self.has_checkpoints(number)):
             return None
         created = [*takewhile(lambda parent: not os.path.exists(parent), chain((folder,), folder.parents))]
@@ -412,9 +455,11 @@ class LocalRunRoot(RunRoot):
     def write(self, claim: Claim) -> None:
         # Overwritten in place: truncating first would leave a run without an id after a kill or on a full disk.
         assert claim.lock is not None
-        text = claim.record.text().ljust(min(os.fstat(claim.lock).st_size, _MAX_BYTES))
+        size = os.fstat(claim.lock).st_size
+        text = claim.record.text().ljust(min(size, _MAX_BYTES))
         os.pwrite(claim.lock, text, 0)
-        os.ftruncate(claim.lock, len(text))
+        if size > len(text):
+            os.ftruncate(claim.lock, len(text))
 
     def has_only_record(self, claim: Claim) -> bool:
         return os.listdir(self.folder(claim.number)) == [RUN]
@@ -454,8 +499,8 @@ def _lock(descriptor: int, kind: int, record: RunRecord) -> bool:
 class RemoteRunRoot(RunRoot):
     """Runs at a URL. There are no locks: two runs that start at the same moment may take the same folder."""
 
-    def __init__(self, root: str, subfolder: str = "") -> None:
-        self.root, self.subfolder = root.rstrip("/"), subfolder
+    def __init__(self, root: str, subfolder: str = "", name: str = "") -> None:
+        self.root, self.subfolder, self.name = root.rstrip("/"), subfolder, name
         self._files, _ = reach(self.root)
 
     def record(self, number: int) -> RunRecord:

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+from engine.utils.positioned_rates import is_function_of_position, move_to
+
 _PHASES = "_schedule_phases"
 """The key under which ``OneCycleLR`` saves where its phases end, which its settings ``pct_start`` and ``three_phase`` decide."""
 
@@ -95,6 +97,9 @@ class ConfiguredSchedule:
             group.update(values)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r".*lr_scheduler\.step\(\)", UserWarning)
+            if is_function_of_position(scheduler):  # its position may be a number of tokens
+                move_to(scheduler, _steps(saved))
+                return
             for _ in range(_steps(saved)):
                 scheduler.step()
 

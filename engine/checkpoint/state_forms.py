@@ -4,7 +4,7 @@
 
     seed, schedulers, scaler, window, registered
     optimizer_random                    the seed and the numbers of steps of optimizers that draw random numbers in their steps
-    loaders                             {"epoch", "position"[, "order"]} of each loader; a run saves only its training loader
+    loaders                             {"epoch", "position"[, "order", "draws"]} of each loader; a run saves only its training loader
 
 ``state/rank=...``, each rank's own::
 
@@ -35,7 +35,13 @@ NUMBER = (range(-(1 << 62), 1 << 62), float)  # an int is added to a float, and 
 _INTERVAL = {"last_step": range(-1, 1 << 62), "last_s": NUMBER, "count": (COUNT, None), "every": str}
 _COUNTERS = dict.fromkeys(("epoch", "step", "batch_idx", "batches", "position", "whole_batches", "samples"), COUNT)
 SHARED_FORM = {
-    "state": {**_COUNTERS, "epoch_done": bool, "validated_step": range(-1, 1 << 62)},
+    "state": {
+        **_COUNTERS,
+        "epoch_done": bool,
+        "validated_step": range(-1, 1 << 62),
+        "clock_tokens": (COUNT, float),
+        "clock_step": COUNT,
+    },
     "global_batch": (COUNT, None),
     "seed": (range(1 << 64), None),
     "order": (str, None),
@@ -54,21 +60,32 @@ SHARED_FORM = {
     "datamodule_hparams_name": (str, None),
     "registered": list,
     "postponed": [str],
+    "epoch_is_cut": bool,
     "user": dict,
     "callbacks": dict,
-    "loaders": [{"epoch": COUNT, "position": COUNT, "order": (str, None), "samples": (COUNT, None)}],
+    "loaders": [
+        {
+            "epoch": COUNT,
+            "position": COUNT,
+            "order": (str, None),
+            "samples": (COUNT, None),
+            "draws": (dict, None),
+            "plan": (COUNT, None),
+        }
+    ],
     "kinds": {"optimizers": [str], "schedulers": [str]},
 }
 _SUM = (*NUMBER, Tensor, None)
 _LOGGED = {...: {"options": list, "total": _SUM, "weight": _SUM}}
 OWN_FORM = {
-    "place": [COUNT],
+    "place": [COUNT, ...],
     "rng": dict,
     "recorder": _LOGGED,
     "hook_values": _LOGGED,
     "metrics": dict,
     "logged": dict,
     "waiting_stops": [str],
+    "asked_stop": str,
     "streams": list,
 }
 OPTIM_FORM = {"state": dict, "param_groups": [{"params": list}]}
@@ -93,8 +110,9 @@ def checked_form(where: object, values: Any, form: Any) -> Fields:
 
     Args:
         where: the file, for messages.
-        form: a type; a ``range`` of ints; ``None``; ``[form]``, a list of such values; ``{name: form}``, a dict whose entries of these names,
-            where present, have these forms; ``{...: form}``, a dict whose values all have this form; a tuple of alternative forms.
+        form: a type; a ``range`` of ints; ``None``; ``[form]``, a list of such values; ``[form, ...]``, one that is not empty; ``{name: form}``, a
+            dict whose entries of these names, where present, have these forms; ``{...: form}``, a dict whose values all have this form; a tuple of
+            alternative forms.
 
     Raises:
         DamagedCheckpoint: a value does not have its form; the message says where.
@@ -144,7 +162,7 @@ def _path_of_wrong_value(value: Any, form: Any, path: str) -> str | None:
     if isinstance(form, range):
         return None if type(value) is int and value in form else path
     if isinstance(form, list):
-        if not isinstance(value, list):
+        if not isinstance(value, list) or (... in form and not value):
             return path
         return next(
             (

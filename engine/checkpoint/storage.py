@@ -45,7 +45,7 @@ Packed = tuple[Any, Mapping[str, "Tensor"]]
 
 @dataclass(frozen=True)
 class Incomplete:
-    """Why a checkpoint is not complete."""
+    """The reason why a checkpoint is not complete."""
 
     reason: str
     is_leftover: bool

@@ -39,7 +39,7 @@ _open: weakref.WeakSet[CheckpointWriter] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """How a checkpoint is to be saved; see the arguments of :meth:`engine.Run.save_checkpoint`."""
+    """The options of one save; see the arguments of :meth:`engine.Run.save_checkpoint`."""
 
     name: str
     """The name of the checkpoint folder."""

@@ -56,7 +56,7 @@ def implied(settings: Settings) -> dict[str, Any]:
         values.update(dict.fromkeys(LIMITED_BY_OVERFIT, settings.overfit_batches))
     if settings.fast_dev_run:
         values.update(_of_fast_dev_run(int(settings.fast_dev_run)))
-    elif settings.max_epochs is None and settings.max_steps is None and settings.max_time is None:
+    elif all(getattr(settings, name) is None for name in ("max_epochs", "max_steps", "max_time", "max_duration")):
         values["max_epochs"] = 1
     return values
 
@@ -79,6 +79,7 @@ def _of_fast_dev_run(n: int) -> dict[str, Any]:
         "max_steps": None,
         "min_steps": None,
         "max_time": None,
+        "max_duration": None,
         "val_every": Duration("epochs", 1),
         "num_sanity_val_steps": 0,
         "limit_train_batches": n,

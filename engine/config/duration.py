@@ -1,4 +1,4 @@
-"""One vocabulary for lengths of a training: ``"3 epochs"``, ``"500 steps"``, ``"10 min"``, or an int of steps."""
+"""One vocabulary for lengths of a training: ``"3 epochs"``, ``"500 steps"``, ``"2e9 tokens"``, ``"10 min"``, or an int of steps."""
 
 from __future__ import annotations
 
@@ -6,28 +6,34 @@ import operator
 import re
 from dataclasses import dataclass
 from datetime import timedelta
+from decimal import Decimal
 from fractions import Fraction
-from typing import Any, Literal, overload
+from typing import Any, Literal, Protocol, overload
 
 from engine.utils.errors import nearest
 
-Unit = Literal["epochs", "steps", "seconds"]
+Unit = Literal["epochs", "steps", "samples", "tokens", "seconds"]
 
 _FORMS = (
-    "'3 epochs', '0.5 epochs', '500 steps', '30 s', '10 min', '1.5 h', '2 days', 'DD:HH:MM:SS', a datetime.timedelta, "
+    "'3 epochs', '0.5 epochs', '500 steps', '1e6 samples', '2e9 tokens', '30 s', '10 min', '1.5 h', '2 days', 'DD:HH:MM:SS', a datetime.timedelta, "
     "an int of steps, or a float in (0, 1] as a fraction of an epoch"
 )
 _UNITS: dict[str, tuple[Unit, int]] = {
     **dict.fromkeys(("epoch", "epochs", "ep"), ("epochs", 1)),
     **dict.fromkeys(("step", "steps"), ("steps", 1)),
+    **dict.fromkeys(("sample", "samples"), ("samples", 1)),
+    **dict.fromkeys(("tok", "toks", "token", "tokens"), ("tokens", 1)),
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), ("seconds", 1)),
     **dict.fromkeys(("min", "mins", "minute", "minutes"), ("seconds", 60)),
     **dict.fromkeys(("h", "hour", "hours"), ("seconds", 3600)),
     **dict.fromkeys(("d", "day", "days"), ("seconds", 86400)),
 }
-_MOST: dict[Unit, int] = {"epochs": 1 << 62, "steps": 1 << 62, "seconds": 100 * 365 * 86400}
+_MOST: dict[Unit, int] = {
+    **dict.fromkeys(("epochs", "steps", "samples", "tokens"), 1 << 62),
+    "seconds": 100 * 365 * 86400,
+}
 """The maximum of each unit. For seconds: torch counts its timeouts in nanoseconds, which in 64 bits is at most 292 years."""
-_TEXT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)")
+_TEXT = re.compile(r"((?:[0-9][0-9_]*(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]{1,3})?)\s*([a-z]*)")
 _CLOCK = re.compile(r"([0-9]+):([0-9]{1,2}):([0-9]{1,2}):([0-9]{1,2})")
 
 
@@ -36,28 +42,39 @@ class Duration:
     """A length of a training. Created by :func:`parse`.
 
     Raises:
-        ValueError: the value is negative or not finite, or a fraction of a step.
+        ValueError: the value is negative or not finite, or a fraction of a step, a sample or a token.
     """
 
     unit: Unit
-    """The unit: ``"epochs"``, ``"steps"`` (of the optimizer) or ``"seconds"``."""
+    """The unit: ``"epochs"``, ``"steps"`` (of the optimizer), ``"samples"``, ``"tokens"`` or ``"seconds"``."""
     value: int | float
     """The number of units; whole numbers are ints. Only epochs and seconds may be fractions."""
 
     def __post_init__(self) -> None:
-        if self.unit not in ("epochs", "steps", "seconds"):
-            raise ValueError(f"unit={self.unit!r}: must be 'epochs', 'steps' or 'seconds'{nearest(self.unit, _UNITS)}")
+        if self.unit not in _MOST:
+            raise ValueError(
+                f"unit={self.unit!r}: must be 'epochs', 'steps', 'samples', 'tokens' or 'seconds'{nearest(self.unit, _UNITS)}"
+            )
         if not 0 <= self.value <= _MOST[self.unit]:
             raise ValueError(f"{self.value} {self.unit}: a duration is a number from 0 to {_MOST[self.unit]}")
         if self.value == int(self.value):
             object.__setattr__(self, "value", int(self.value))
-        elif self.unit == "steps":
+        elif self.unit not in ("epochs", "seconds"):
             raise ValueError(
-                f"{self.value} steps: there is no fraction of a step; for a fraction of an epoch write '{self.value} epochs'"
+                f"{self.value} {self.unit}: there is no fraction of a {self.unit[:-1]}; for a fraction of an epoch write '{self.value} epochs'"
             )
 
     def __str__(self) -> str:
         return f"{self.value} {self.unit}"
+
+    @property
+    def exact(self) -> Fraction:
+        """The value as the fraction that the user meant: 0.1 is 1/10."""
+        return Fraction(self.value).limit_denominator(1_000_000)
+
+
+LONGEST = Duration("seconds", _MOST["seconds"])
+"""A time that no run reaches."""
 
 
 @overload
@@ -102,14 +119,36 @@ def _parse_text(text: str) -> Duration:
     number, word = match.groups()
     if word not in _UNITS and word:
         raise ValueError(f"{text!r} has the unknown unit {word!r}{nearest(word, _UNITS)}: give {_FORMS}")
-    if not word and "." in number:
-        return parse(float(number))
+    amount = Decimal(number)
+    if not word and ("." in number or "e" in number):
+        return parse(float(amount))
     unit, factor = _UNITS[word or "steps"]
-    return Duration(unit, float(number) * factor if "." in number else int(number) * factor)
+    # Whole numbers are exact, however large; a fraction is the float that it is in Python, such as 0.1.
+    return Duration(unit, (int(amount) if amount == amount.to_integral_value() else float(amount)) * factor)
 
 
 NEVER = 1 << 62
-"""A step that no run reaches."""
+"""A step, or a number of samples, that no run reaches."""
+
+
+class Clock(Protocol):
+    """Counts the samples and tokens of a training: :class:`engine.loop.clock.TrainingClock`."""
+
+    def follow(self, what: str, unit: str) -> None:
+        """Count in ``unit`` from now on, for what ``what`` names.
+
+        Raises:
+            ValueError: the training cannot know its samples or tokens.
+        """
+
+    def count(self, unit: Unit, step: int) -> int | float:
+        """The samples or tokens in the windows that are complete, after ``step`` optimizer steps."""
+
+    def next_step(self, unit: Unit, step: int) -> int:
+        """The next step after ``step`` at which the count changes, if it changes at some steps only; else :data:`NEVER`."""
+
+    def is_exact(self, unit: Unit) -> bool:
+        """Whether the count is right after each window, rather than after the steps that :meth:`next_step` tells."""
 
 
 class Every:
@@ -119,6 +158,7 @@ class Every:
       at the first one after each multiple;
     - whole epochs: at the end of every n-th epoch;
     - fractions of an epoch: at the first step that has reached each multiple of n epochs;
+    - samples and tokens: at the first step that has reached each multiple; a training says how many there are, see :meth:`follow`;
     - seconds: at the first call n seconds or more after the last time (or the start).
 
     Args:
@@ -146,16 +186,27 @@ class Every:
         """The number of multiples of the duration that had passed at the last call; ``None``: no call yet."""
         self._interval: Any = self.duration.value if self.duration else 0
         unit = self.duration.unit if self.duration else "never"
-        self._reached = {"never": self._never, "steps": self._steps, "epochs": self._epochs, "seconds": self._seconds}[
-            unit
-        ]
+        self.is_counted = unit in ("samples", "tokens")
+        """Whether the duration is in samples or tokens, which a training's clock counts."""
+        self._clock: Clock | None = None
+        self._reached = {
+            "never": self._never,
+            "steps": self._steps,
+            "epochs": self._epochs,
+            "samples": self._counted,
+            "tokens": self._counted,
+            "seconds": self._seconds,
+        }[unit]
         """The method that says whether a multiple has been reached, by the unit."""
         self.of_epochs = unit == "epochs" and isinstance(self._interval, float)
         """Whether the duration is a fraction of an epoch, for which :meth:`due` needs the epochs done."""
-        if self.of_epochs:
+        if self.duration is not None and self.of_epochs:
             # 0.1 is the user's 1/10: as a float, 3 * 0.1 > 0.3 would move the trigger by a step.
-            self._interval = Fraction(self._interval).limit_denominator(1_000_000)
+            self._interval = self.duration.exact
             self._reached = self._fraction
+
+    def __str__(self) -> str:
+        return str(self.duration)
 
     @property
     def is_never(self) -> bool:
@@ -169,13 +220,28 @@ class Every:
 
     @property
     def pace(self) -> Duration | None:
-        """How often the trigger is due on average, for estimates; ``None``: never."""
+        """The average interval at which the trigger is due, for estimates; ``None``: never."""
         return self.duration
+
+    def follow(self, clock: Clock, what: str = "every") -> None:
+        """Count samples or tokens by a training's clock, ``run.clock``, if the duration is in one of them. Call this in ``on_train_start``.
+
+        Args:
+            what: a name for the duration, for errors.
+
+        Raises:
+            ValueError: the training cannot know its samples or tokens.
+        """
+        if self.is_counted and self.duration is not None:
+            clock.follow(f"{what}={str(self.duration)!r}", self.duration.unit)
+            self._clock = clock
 
     def start(self, step: int, epochs: Fraction | None = None) -> None:
         """Skip the multiples up to this step. No effect after :meth:`load_state_dict`, which restores how many have passed."""
-        can_count = self._reached == self._steps or (
-            self._reached == self._fraction and (epochs is not None or self.steps_per_epoch)
+        can_count = (
+            self._reached == self._steps
+            or (self._reached == self._fraction and (epochs is not None or self.steps_per_epoch))
+            or (self.is_counted and self._clock is not None)
         )
         if can_count and self._multiples is None:
             self._reached(step, None, 0.0, epochs)
@@ -217,7 +283,25 @@ class Every:
         if self._reached == self._steps:
             count = step // self._interval if self._multiples is None else self._multiples
             return max(step + 1, (count + 1) * int(self._interval))
+        if self._clock is not None and self.duration is not None:
+            return self._clock.next_step(self.duration.unit, step)
         return NEVER if self._reached in (self._never, self._epochs) else step + 1
+
+    @property
+    def next_samples(self) -> int:
+        """The number of samples of the training at which the trigger can be due; :data:`NEVER`: its duration is in another unit."""
+        return self._next_count("samples")
+
+    @property
+    def next_tokens(self) -> int:
+        """The number of tokens of the training at which the trigger can be due; :data:`NEVER`: its duration is in another unit, or losses count the
+        tokens, for which :meth:`next_step` tells the next log boundary."""
+        return self._next_count("tokens")
+
+    def _next_count(self, unit: Unit) -> int:
+        if self._clock is None or self.duration is None or self.duration.unit != unit or not self._clock.is_exact(unit):
+            return NEVER
+        return ((self._multiples or 0) + 1) * int(self._interval)
 
     def state_dict(self) -> dict[str, Any]:
         """The step and the time at which the trigger was last due, and the number of multiples that have passed."""
@@ -253,6 +337,17 @@ class Every:
             )
         length = self._interval * self.steps_per_epoch
         return self._has_reached_multiple(step // length, (step - 1) // length, step)
+
+    def _counted(self, step: int, epoch_end: int | None, elapsed_s: float, epochs: Fraction | None) -> bool:
+        if self.duration is None or self._clock is None:
+            raise ValueError(
+                f"every {self.duration}: only a training knows its {'' if self.duration is None else self.duration.unit}: call "
+                "every.follow(run.clock) in on_train_start"
+            )
+        if step == self._last_step:  # the steps since were skipped: the multiple counts at the next one
+            return False
+        count = int(self._clock.count(self.duration.unit, step) // self._interval)
+        return self._has_reached_multiple(count, 0, step)
 
     def _has_reached_multiple(self, count: int, previous_count: int, step: int) -> bool:
         """Whether ``count`` multiples are more than at the last call, or at the first call more than ``previous_count``; never at step 0."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import math
 import operator
+import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -39,6 +41,9 @@ COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")
 
 Recompute = str | int | None
 Compile = bool | str | dict[str, Any]
+
+RUN_ENTRIES = ("checkpoints", "hang", "predictions", "profiler", "run.json", "sent", "tensorboard")
+"""Files and folders that the library writes into a run's folder: into ``root_dir`` itself, for the first run without a name."""
 
 _FLAGS = ("true", "false")
 _LISTS = (list, tuple, set, frozenset)
@@ -182,15 +187,18 @@ class FlagOrNumber(Kind):
 
 
 class Interval(Kind):
-    """A duration of more than 0; ``None``: never."""
+    """A duration of more than 0; ``None`` means what ``none`` says."""
 
     accepts = "int | float | str | timedelta | Duration | None"
     as_written = True
 
+    def __init__(self, none: str = "never") -> None:
+        self._none = none
+
     def normalized(self, name: str, value: int | float | str | timedelta | Duration | None) -> Duration | None:
         duration = _duration(name, value)
         if duration is not None and duration.value == 0:
-            raise not_possible(name, value, "a duration of more than 0, or None for never")
+            raise not_possible(name, value, f"a duration of more than 0{_or_none(self._none)}")
         return duration
 
 
@@ -282,8 +290,74 @@ class Schedule(Kind):
         return super().as_mapping(value) if isinstance(value, Mapping) else {0: value}
 
 
+def parsed_stages(name: str, setting: Mapping[Any, Any]) -> list[tuple[Duration, Any]]:
+    """The stages of a schedule ``{start: value}``, in order: the first starts at 0, and all others in one unit.
+
+    Raises:
+        ValueError, TypeError: a start is not possible.
+    """
+    starts: list[tuple[Duration, Any]] = []
+    for key, value in setting.items():
+        if key in (0, "0") and not isinstance(key, bool):
+            start = Duration("samples", 0)
+        elif is_whole_number(key) or (isinstance(key, str) and not key.strip()[-1:].isalpha()):
+            raise ValueError(
+                f"{name}={setting!r}: the start {key!r} has no unit: give one, as in '{key} samples', '{key} steps' or "
+                f"'{key} tokens'; only 0 needs none"
+            )
+        else:
+            start = _duration(name, key) or Duration("samples", 0)
+        starts.append((start, value))
+    starts.sort(key=lambda stage: stage[0].value)
+    units = sorted({start.unit for start, _ in starts if start.value})
+    if len(units) > 1 or units == ["seconds"]:
+        problem = (
+            "starts in a time are others in each run"
+            if units == ["seconds"]
+            else f"starts in {' and '.join(units)} cannot be ordered"
+        )
+        raise ValueError(f"{name}={setting!r}: {problem}: give all of them in samples, tokens, steps or epochs")
+    if not starts or starts[0][0].value:
+        raise ValueError(
+            f"{name}={setting!r}: no stage starts at 0, so nothing holds at the training's beginning: add a start of 0"
+        )
+    if len({start.value for start, _ in starts}) < len(starts):
+        raise ValueError(f"{name}={setting!r}: two stages start at the same time: leave one of them out")
+    return starts
+
+
+class BatchSize(Kind):
+    """The samples of a step, the tokens of a step as text, or a schedule ``{start: either}``; starts are durations, and the first is 0."""
+
+    accepts = "int | str | Mapping[int | str | Duration, int | str] | None"
+
+    def normalized(self, name: str, value: Any) -> Any:
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            return self._size(name, value)
+        starts = [(start, self._size(name, size)) for start, size in parsed_stages(name, value)]
+        return {str(start) if start.value else 0: size for start, size in starts}
+
+    def _size(self, name: str, value: Any) -> int | str:
+        possible = (
+            "an int of at least 1 (samples), '524_288 tokens', a schedule such as {0: 256, '5e8 tokens': 512}, or None for what the loader's batches "
+            "give"
+        )
+        if is_whole_number(value):
+            if value < 1:
+                raise not_possible(name, value, possible)
+            return operator.index(value)
+        if not isinstance(value, (str, Duration)):
+            raise wrong_type(name, value, possible)
+        size = _duration(name, value)
+        if size is None or size.unit not in ("samples", "tokens") or not size.value:
+            raise not_possible(name, value, possible)
+        return int(size.value) if size.unit == "samples" else str(size)
+
+
 class Folder(Kind):
-    """A path; ``~`` is the home directory."""
+    """The kind of a setting whose value is a path; ``~`` is the home directory."""
 
     accepts = "str | Path"
     as_written = True
@@ -296,6 +370,48 @@ class Folder(Kind):
         if len(str(value).splitlines()) > 1:  # a log would show it as two lines
             raise not_possible(name, value, "a path without line ends")
         return Path(expanded(value))
+
+
+class RunName(Kind):
+    """The kind of a setting that names runs: one part of a path. ``None``: no name."""
+
+    accepts = "str | None"
+    words = ("null",)
+    _possible = "a name such as 'lr=0.1', which becomes a folder in root_dir, or None for no name"
+    _numbered = re.compile(r"(.*_)?version_\d+", re.IGNORECASE)
+    _longest = 200
+
+    def normalized(self, name: str, value: Any) -> str | None:
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise wrong_type(name, value, self._possible)
+        if reason := self._reason_against(value):
+            raise ValueError(f"{name}={value!r} is not possible: {reason}. Give {self._possible}")
+        return value
+
+    def from_yaml(self, node: Node) -> Any:
+        return node.value if node is not None and yaml_text.is_text(node) else super().from_yaml(node)
+
+    def _reason_against(self, value: str) -> str:
+        """Why a folder cannot have this name; empty if it can."""
+        if not value.strip():
+            return "it is empty"
+        if "/" in value or "\\" in value:
+            return "it has a slash, and a name is one folder. root_dir is for the folders above it"
+        if value.startswith((".", "-", "~")):
+            return f"it begins with {value[0]!r}"
+        if value != value.strip():
+            return "it begins or ends with a space"
+        if not value.isprintable():
+            return "it has characters that cannot be printed"
+        if len(os.fsencode(value)) > self._longest:
+            return f"it has more than {self._longest} bytes"
+        if self._numbered.fullmatch(value):
+            return "later runs of one name get such an ending"
+        if value.lower() in RUN_ENTRIES:
+            return "a run without a name keeps something else in a folder or file of this name"
+        return ""
 
 
 class Accelerator(Kind):
@@ -466,7 +582,7 @@ class PrecisionName(ByName):
 
 
 class Recomputation(Kind):
-    """``None``, ``"full"`` (or ``True``), ``"selective"``, or an int n for every n-th block."""
+    """The setting for recomputing activations: ``None``, ``"full"`` (or ``True``), ``"selective"``, or an int n for every n-th block."""
 
     accepts = "str | int | None"
     words = ("full", "selective", "null")
@@ -489,7 +605,7 @@ class Recomputation(Kind):
 
 
 class Compilation(Kind):
-    """``False``, ``True`` (the whole model), ``"blocks"``, or a dict of ``torch.compile``'s options, possibly with ``"blocks": True``."""
+    """The setting for ``torch.compile``: ``False``, ``True`` (the whole model), ``"blocks"``, or a dict of its options, with ``"blocks"`` or not."""
 
     accepts = "bool | str | dict[str, Any]"
     words = (*_FLAGS, "blocks")

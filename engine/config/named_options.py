@@ -19,7 +19,7 @@ class NamedOptions:
         return "{" + ", ".join(f"{key}: {value}" for key, value in self.as_dict().items()) + "}"
 
     def as_dict(self) -> dict[str, Any]:
-        """A mapping with the name first."""
+        """The options as a mapping, after the entry ``name``."""
         return {"name": self.name, **self.options}
 
     def error_prefix(self, key: str = "name") -> str:

@@ -11,6 +11,7 @@ from engine.config.duration import Duration
 from engine.config.kinds import (
     Accelerator,
     BatchLimit,
+    BatchSize,
     CallbackObjects,
     Compilation,
     Devices,
@@ -22,6 +23,7 @@ from engine.config.kinds import (
     Maximum,
     PrecisionName,
     Recomputation,
+    RunName,
     Schedule,
     StrategyName,
     Time,
@@ -67,7 +69,7 @@ class Settings:
     """Number formats of the model and of its computations: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"fp8-mixed"``,
     ``"bf16-true"``, ``"16-true"``, ``"64-true"``, ``{name: fp8-mixed, recipe: rowwise}``, or an ``FP8`` or ``Precision`` object."""
     max_epochs: int | None = setting(WholeNumber(0, none="no limit of epochs"), None)
-    """Stop after this many epochs. 1 when neither this nor ``max_steps`` nor ``max_time`` is given."""
+    """Stop after this many epochs. 1 when no other limit (``max_steps``, ``max_time``, ``max_duration``) is given."""
     min_epochs: int | None = setting(WholeNumber(0, none="no minimum"), None)
     """Epochs before which callbacks (early stopping), ``run.stop()`` and ``max_time`` do not end the training; an earlier request to stop takes
     effect then."""
@@ -78,16 +80,21 @@ class Settings:
     Ctrl-C and SIGTERM end the training at any time."""
     max_time: Duration | None = setting(Time(none="no limit of time"), None)
     """Stop after this time: ``"10 min"``, ``"1.5 h"``, ``"DD:HH:MM:SS"`` or a ``timedelta``."""
+    max_duration: Duration | None = setting(Interval("no such limit"), None)
+    """Stop after this length in any unit: ``"2e9 tokens"``, ``"1e6 samples"``, ``"3 epochs"``, ``500`` steps, ``"10 min"``. Beside other limits
+    the first one ends the training."""
     accumulate_grad_batches: int | dict[int, int] = setting(Schedule(), 1)
     """Micro-batches of one optimizer step, or a schedule ``{first epoch: micro-batches}`` (1 before its first epoch)."""
-    global_batch_size: int | None = setting(WholeNumber(1, none="what the loader's batches give"), None)
-    """Samples of one optimizer step over all ranks; the window is derived from it, at any world size."""
+    global_batch_size: int | str | dict[int | str, int | str] | None = setting(BatchSize(), None)
+    """Samples of one optimizer step over all ranks, or its tokens (``"524_288 tokens"``) where rows have one length; the window is derived from it,
+    at any world size. Or a schedule ``{0: 256, "5e8 tokens": 512}``: each stage begins at the first step at or after its start."""
     gradient_clip_val: float | None = setting(Maximum(none="no clipping"), None)
     """Maximum gradient norm, or absolute value, after clipping; ``None`` or 0: no clipping."""
-    gradient_clip_algorithm: str = setting(Word("norm", "value"), "norm")
-    """``"norm"``: the global norm over all parameters and ranks. ``"value"``: each element on its own."""
+    gradient_clip_algorithm: str = setting(Word("norm", "value", "norm_per_parameter"), "norm")
+    """``"norm"``: the global norm over all parameters and ranks. ``"value"``: each element on its own. ``"norm_per_parameter"``: the norm of each
+    parameter's gradient, over all ranks."""
     val_every: Duration | None = setting(Interval(), _ONE_EPOCH)
-    """How often to validate: ``"1 epochs"``, ``500`` steps, ``0.25`` of an epoch, ``"10 min"``; ``None``: never."""
+    """How often to validate: ``"1 epochs"``, ``500`` steps, ``0.25`` of an epoch, ``"1e8 tokens"``, ``"10 min"``; ``None``: never."""
     num_sanity_val_steps: int = setting(WholeNumber(-1), 2)
     """Validation batches to try before training starts; 0: none, -1: all."""
     limit_train_batches: int | float | None = setting(BatchLimit(), None)
@@ -148,7 +155,10 @@ class Settings:
     reload_best: bool = setting(Flag(), False)
     """After the training, load the weights of the best checkpoint, by the ``monitor`` of a ``ModelCheckpoint``, into the module."""
     root_dir: Path = setting(Folder(), Path("runs"))
-    """Where checkpoints and logs are written. The first run uses this folder, each later run a numbered folder in it."""
+    """Where checkpoints and logs are written. Without ``name``, the first run uses this folder, each later run a numbered folder in it."""
+    name: str | None = setting(RunName(), None)
+    """A name for the run, whose folder is ``root_dir/name``; a further run of this name has ``name_version_1``, and so on, beside it. ``"auto"``,
+    ``"last"`` and ``"best"`` then mean the newest run of this name. If ranks have different names, rank 0's counts."""
 
     def __post_init__(self) -> None:
         for name, kind in KINDS.items():

@@ -269,7 +269,7 @@ def is_data(hint: Any) -> bool:
 
 
 def type_text(hint: Any) -> str:
-    """How an error message names a type: ``bool, int or None``."""
+    """The name of a type in an error message: ``bool, int or None``."""
     kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind in _UNIONS:
         words = list(dict.fromkeys(map(type_text, arguments)))

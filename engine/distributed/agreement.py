@@ -34,7 +34,7 @@ class Stopwatch:
         return time.monotonic() - self._started
 
     def seconds(self) -> float:
-        """Seconds of the whole training."""
+        """Seconds that the whole training has taken so far, those before a resume included."""
         return self.seconds_before + time.monotonic() - self._started
 
 
@@ -168,7 +168,7 @@ class Agreement:
         return self._read()
 
     def _finish_check(self) -> None:
-        """Read the answer of a check in progress, if any, and keep its request for the next check."""
+        """Wait for the check in progress, if there is one. A request that it has found is repeated in the next check, so that no rank loses it."""
         if self._posted is not None and self._read():
             self._request = max(self._request, self.level)
 

@@ -177,7 +177,7 @@ def gather_samples(group: Group, data: Any, is_counted: bool, as_objects: bool =
 
 
 def pad_across_processes(group: Group, tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """``tree`` with each tensor padded along ``dim`` to the longest over all ranks, as in Accelerate.
+    """Return ``tree`` with each tensor padded along ``dim`` to the longest over all ranks, as in Accelerate.
 
     ``pad_index`` is the value put in, at the end or (``pad_first``) at the start. Tensors without such a dim are returned as they are.
 

@@ -7,6 +7,8 @@ try:
     from engine.compat.transformers.loss import CountedLoss
     from engine.compat.transformers.module import HFModule
     from engine.compat.transformers.optimizers import parameter_groups
+    from engine.compat.transformers.varlen import varlen_arguments
+    from engine.compat.transformers.without_logits import without_logits
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "transformers":
         raise
@@ -15,4 +17,4 @@ except ModuleNotFoundError as error:
     ) from error
 
 moved(__name__, "engine.compat.transformers")
-__all__ = ["CountedLoss", "HFModule", "Publication", "parameter_groups"]
+__all__ = ["CountedLoss", "HFModule", "Publication", "parameter_groups", "varlen_arguments", "without_logits"]

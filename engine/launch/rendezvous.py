@@ -93,7 +93,8 @@ class Round:
 
 
 class Meeting(ABC):
-    """Where the agents of a job's machines meet in rounds and learn of each other's failures: :class:`OneMachine` or :class:`Machines`."""
+    """The place in which the agents of a job's machines meet in rounds and learn of each other's failures: :class:`OneMachine` or
+    :class:`Machines`."""
 
     run_id: str
     """The job's name."""

@@ -53,7 +53,7 @@ from engine.distributed.group import Group
 from engine.distributed.join import join
 from engine.distributed.own_process import StartedJob, own_process
 from engine.launch.first_failure import first_failure, lines_of_others, report, summary
-from engine.launch.supervisor import FAIL_S, CommandRank, Rank, Supervisor, variables_of
+from engine.launch.supervisor import ENDING_S, FAIL_S, CommandRank, Rank, Supervisor, variables_of
 from engine.utils import accelerator, scratch
 from engine.utils.errors import TERMINATED, RankError
 from engine.utils.helper_threads import HelperThread, log_failure
@@ -239,15 +239,15 @@ class ScriptRanks:
         """End rank 0's training because of ``error``: other ranks are no longer needed, and rank 0 is not interrupted. Repeated calls are fine.
 
         An error that only says that other ranks are gone (``failures.blames_peer``) has its cause in one of them, which may be noticed
-        up to ``CAUSE_S`` seconds later; any other error is rank 0's own.
+        up to ``CAUSE_S`` seconds later, or ``ENDING_S`` more if a rank has recorded its error; any other error is rank 0's own.
 
         Raises:
             RankError: another rank has failed, and ``error`` is a consequence.
         """
         self._interrupt.forbid()  # rank 0 has reacted; it still needs the ranks until the cause is known
         is_consequence = failures.blames_peer(error) and not (isinstance(error, RankError) and str(error))
-        if is_consequence:
-            self._failed.wait(CAUSE_S)
+        if is_consequence and not self._failed.wait(CAUSE_S) and self._supervisor.has_ending_rank():
+            self._failed.wait(ENDING_S)
         self._preempted = isinstance(error, SystemExit) and error.code == TERMINATED
         self._enter(Phase.DONE if isinstance(error, KeyboardInterrupt) else Phase.FAILED)
         if is_consequence and self._failed.is_set():

@@ -13,10 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.distributed import failures
 from engine.utils.helper_threads import log_failure
 
 SETTLE_S = 0.5
 """Time (s) after a failure in which ranks that fail for the same reason can write their tracebacks, so that the first can be found."""
+ENDING_S = 10.0
+"""Time (s) in which a rank that has recorded its error may end. It can take seconds on a busy machine; other ranks lose it meanwhile."""
 FAIL_S = 4.0
 """Time (s) between SIGTERM and SIGKILL for the other ranks after a failure; they may hang in a collective."""
 
@@ -45,6 +48,12 @@ class Rank(ABC):
     def failed(self) -> bool:
         """Whether the rank has failed on its own."""
         return not self.ended_by_launcher and self.exit_code not in (None, 0)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the rank still runs, but has recorded an error of its own: one that is not the loss of another rank."""
+        text, _, is_consequence = failures.read(self.error_file)
+        return self.exit_code is None and bool(text) and not is_consequence
 
     @abstractmethod
     def wait(self) -> int:
@@ -126,9 +135,19 @@ class Supervisor:
         """The ranks that have not ended."""
         return [rank for rank in self.ranks if rank.exit_code is None]
 
+    def has_ending_rank(self) -> bool:
+        """Whether a rank has recorded its error, but not ended yet."""
+        return any(rank.is_ending for rank in self.ranks)
+
     def await_other_failures(self) -> None:
-        """Give other ranks time to fail for the same reason, because the first failure to be seen need not be the first that happened."""
+        """Give other ranks time to fail for the same reason, because the first failure to be seen need not be the first that happened.
+
+        A rank that lost another one may end sooner than that one, which has recorded its error before it closed its connections.
+        """
         self.await_end(SETTLE_S)
+        deadline = time.monotonic() + ENDING_S
+        while self.has_ending_rank() and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def end(self, number: signal.Signals, grace_s: float, hurry: threading.Event | None = None) -> None:
         """Send the ranks a signal. After ``grace_s`` seconds kill the ranks that still run, with all processes that they have started.

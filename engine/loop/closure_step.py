@@ -84,7 +84,11 @@ class ClosureOptimization(AutomaticOptimization):
         self._summed = SummedBackward(run.engine, run.module)
         self.backward_pass = self._summed.backward
         self._clips_before_step = self.clips or self.evaluates_again or len(self.optimizers) > 1
-        self._limits = {"max_norm": self.max_norm, "max_value": self.max_value}
+        self._limits = {
+            "max_norm": self.max_norm,
+            "max_value": self.max_value,
+            "max_parameter_norm": self.max_parameter_norm,
+        }
         self._window: list[tuple[Any, int, Share]] = []
         self._verdicts: list[bool] = []
         self._earlier_gradients = False

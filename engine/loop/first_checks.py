@@ -175,7 +175,8 @@ def report_endless(run: Run) -> None:
         and run.train_loader.limit is None
         and not run.state.epoch
         and run.max_steps is None
-        and run.settings.max_time is None
+        and run.control.max_time is None
+        and run.control.max_length is None
         and run.elapsed_s >= ENDLESS_S
         and run.is_main_process
     ):

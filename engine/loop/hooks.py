@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from engine.callback import Callback
 from engine.checkpoint.writer import CheckpointWriter
 from engine.loop.logbook import Logbook
-from engine.loop.method_arguments import BESIDES_EVENTS, accepting, check_method_arguments
+from engine.loop.method_arguments import accepting, check_method_arguments
 from engine.module import TrainModule
 from engine.utils.errors import HangError
 from engine.utils.log import logger
@@ -35,12 +35,8 @@ WEIGHT_CHANGING_EVENTS = (
 """Events whose hooks may change weights. Before them the run waits until a checkpoint in progress has copied the weights."""
 
 
-_COPIES = "[Run]copies of the checkpoint"
-"""The owner of the hook that waits before :data:`WEIGHT_CHANGING_EVENTS`."""
-
-
 class Hooks:
-    """For each event, the bound methods to call: callbacks in their order, then the module, then the callbacks that run last.
+    """The bound methods to call for each event: of callbacks in their order, then of the module, then of callbacks that run last.
 
     Events are attributes: ``hooks.on_train_batch_end`` is a tuple of methods. It is empty if nobody overrides the event, which then costs nothing.
 
@@ -61,18 +57,27 @@ class Hooks:
     ) -> None:
         self._writer, self._logbook = writer, logbook
         self._wrappers: list[Callable[[str, Hook], Hook]] = []
+        self._added: dict[str, int] = {}  # by event, the number of hooks of add(), which are the last
         self._failed: dict[int, set[str]] = {}  # by the callback's id: the events in which it failed
         names = (*_events(), *(f"last_{event}" for event in SPLIT_EVENTS))
         self._owners: dict[str, list[str]] = {name: [] for name in names}  # by event: the names of its hooks' owners
         vars(self).update(dict.fromkeys(names, ()))
-        self._called: set[tuple[int, str]] = set()  # the ids of owners, and the events whose hooks they have
         check_method_arguments(module, TrainModule)
-        of_module = overridden_methods(module, _events(), TrainModule)
+        self._attributes = _attributes(callbacks, module)
+        for name, pairs in self._collected(_events(), callbacks, module):
+            if pairs:
+                self._set(name, pairs)
+
+    def _collected(
+        self, events: Sequence[str], callbacks: Sequence[Callback], module: TrainModule
+    ) -> Iterator[tuple[str, list[tuple[str, Hook]]]]:
+        """For each of these events, and its second group of hooks if it has one, the owners' names and their present methods."""
+        of_module = overridden_methods(module, events, TrainModule)
         named = [(f"[Callback]{c.state_key}", c) for c in callbacks]
         early, late = ([(name, c) for name, c in named if c.runs_last is last] for last in (False, True))
         stopping = [(name, c) for name, c in early if c.is_early_stopping]
         owner = f"[TrainModule]{type(module).__name__}"
-        for event in _events():
+        for event in events:
             first, last = (
                 ([pair for pair in early if not pair[1].is_early_stopping], stopping + late)
                 if event in SPLIT_EVENTS
@@ -81,97 +86,59 @@ class Hooks:
             pairs = self._pairs(first, event) if first else []
             if event in of_module:
                 pairs.append((owner, _of_module(module, event)))
-                self._called.add((id(module), event))
             closing = self._pairs(last, event) if last else []
             if event in SPLIT_EVENTS:
-                if closing:
-                    self._set(f"last_{event}", closing)
+                yield f"last_{event}", closing
             else:
                 pairs += closing
-            if pairs:
-                self._set(event, pairs)
-        self._attributes = _attributes(callbacks, module)
+            yield event, pairs
 
     def _pairs(self, owners: Sequence[tuple[str, Callback]], event: str) -> list[tuple[str, Hook]]:
         """The names and hooks of the callbacks that override the event."""
-        pairs = []
-        for name, callback in owners:
-            if (hook := self._of_callback(callback, event)) is not None:
-                pairs.append((name, hook))
-                self._called.add((id(callback), event))
-        return pairs
+        return [(name, hook) for name, callback in owners if (hook := self._of_callback(callback, event)) is not None]
 
     def take_late(self, callbacks: Sequence[Callback], module: TrainModule) -> None:
-        """Take over the hooks that were set on ``module`` or ``callbacks``, those of the run, as attributes since the last call, each in the place of
-        its owner. An attribute that is ``None`` removes the hook."""
+        """Call from now on the hooks that ``module`` and ``callbacks``, those of the run, have now, for each event for which an attribute of one of
+        them was set or deleted since the last call. An attribute that is ``None`` removes the hook."""
         before, self._attributes = self._attributes, _attributes(callbacks, module)
-        changed = {key for key, method in self._attributes.items() if key not in before or before[key] != method}
+        # A missing attribute counts as its own key, which no method is.
+        keys = before.keys() | self._attributes.keys()
+        changed = {key[1] for key in keys if before.get(key, key) != self._attributes.get(key, key)}
         if not changed:
             return
-        first, last = ([callback for callback in callbacks if callback.runs_last is late] for late in (False, True))
-        owners: list[tuple[str, TrainModule | Callback]]
-        owners = [(f"[Callback]{callback.state_key}", callback) for callback in first]
-        owners.append((f"[TrainModule]{type(module).__name__}", module))
-        owners += [(f"[Callback]{callback.state_key}", callback) for callback in last]
-        for place, (_, owner) in enumerate(owners):
-            for event in _events():
-                if (id(owner), event) in changed:
-                    self._replace(event, owners, place)
-
-    def _replace(self, event: str, owners: Sequence[tuple[str, TrainModule | Callback]], place: int) -> None:
-        """Call the present method of the owner at ``place`` instead of the one before. ``owners``: all, in the order of their hooks."""
-        name, owner = owners[place]
-        if isinstance(owner, Callback):
-            hook, is_last = self._of_callback(owner, event), owner.runs_last or owner.is_early_stopping
-        else:
-            is_overridden = event in overridden_methods(owner, (event,), TrainModule)
-            hook, is_last = _of_module(owner, event) if is_overridden else None, False
-        if hook is not None:
+        for name, pairs in self._collected(tuple(filter(changed.__contains__, _events())), callbacks, module):
+            named = self._named(name)
+            added = named[len(named) - self._added.get(name, 0) :]
+            self._set(name, pairs)
             for wrapper in self._wrappers:
-                hook = wrapper(f"{name}.{event}", hook)
-        group = f"last_{event}" if is_last and event in SPLIT_EVENTS else event
-        pairs = [pair for pair in zip(self._owners[group], getattr(self, group), strict=True) if pair[0] != _COPIES]
-        # Two owners may have one name: theirs are in the order of the owners.
-        before = sum(label == name and (id(other), event) in self._called for label, other in owners[:place])
-        indices = [index for index, (label, _) in enumerate(pairs) if label == name]
-        index = indices[before] if before < len(indices) else None
-        if (id(owner), event) in self._called:
-            if index is None:  # left out
-                return
-            del pairs[index]
-        elif index is None:
-            later = {label for label, _ in owners[place + 1 :] if label != name}
-            index = next((index for index, (label, _) in enumerate(pairs) if label in later), len(pairs))
-        if hook is not None:
-            pairs.insert(index, (name, hook))
-        (self._called.discard if hook is None else self._called.add)((id(owner), event))
-        self._set(group, pairs)
-
-    @staticmethod
-    def methods_of_steps(module: TrainModule) -> dict[str, Any]:
-        """The methods of ``module`` that a training's set-up hands to the steps."""
-        return {name: getattr(module, name) for name in ("training_step", *BESIDES_EVENTS)}
+                self._wrap(name, wrapper)
+            self._replace(name, [*self._named(name), *added])
 
     def _set(self, name: str, pairs: list[tuple[str, Hook]]) -> None:
         if pairs and name in WEIGHT_CHANGING_EVENTS:
-            pairs.insert(0, (_COPIES, _wait_for_copies(self._writer)))
+            pairs.insert(0, ("[Run]copies of the checkpoint", _wait_for_copies(self._writer)))
+        self._replace(name, pairs)
+
+    def _replace(self, name: str, pairs: Sequence[tuple[str, Hook]]) -> None:
         self._owners[name] = [owner for owner, _ in pairs]
         setattr(self, name, tuple([hook for _, hook in pairs]))
 
+    def _named(self, name: str) -> list[tuple[str, Hook]]:
+        """The names of the owners of the present hooks, and the hooks."""
+        return list(zip(self._owners[name], getattr(self, name), strict=True))
+
     def add(self, event: str, owner: str, hook: Hook) -> None:
         """Add a hook of ``event``, called from now on after the existing ones. ``owner``: its owner's name for :meth:`wrap`."""
-        setattr(self, event, (*getattr(self, event), hook))
-        self._owners[event].append(owner)
+        self._replace(event, [*self._named(event), (owner, hook)])
+        self._added[event] = self._added.get(event, 0) + 1
 
     def of_module(self, event: str) -> tuple[Hook, ...]:
         """The module's own hook of ``event``, if it has one."""
-        pairs = zip(self._owners[event], getattr(self, event), strict=True)
-        return tuple(hook for owner, hook in pairs if owner.startswith("[TrainModule]"))
+        return tuple(hook for owner, hook in self._named(event) if owner.startswith("[TrainModule]"))
 
     def leave_out(self, event: str) -> None:
         """Stop calling the module's own hook of ``event``."""
-        pairs = zip(self._owners[event], getattr(self, event), strict=True)
-        self._set(event, [(owner, hook) for owner, hook in pairs if not owner.startswith("[TrainModule]")])
+        self._replace(event, [pair for pair in self._named(event) if not pair[0].startswith("[TrainModule]")])
 
     def wrap(self, wrapper: Callable[[str, Hook], Hook]) -> None:
         """Wrap every hook called from now on, for example to time it.
@@ -181,11 +148,12 @@ class Hooks:
                 ``"[TrainModule]Net.on_fit_start"``, and the hook, and returns the function to call instead.
         """
         self._wrappers.append(wrapper)
-        for name, owners in self._owners.items():
-            event = name.removeprefix("last_")
-            hooks: tuple[Hook, ...] = getattr(self, name)
-            wrapped = (wrapper(f"{owner}.{event}", hook) for owner, hook in zip(owners, hooks, strict=True))
-            setattr(self, name, tuple(wrapped))
+        for name in self._owners:
+            self._wrap(name, wrapper)
+
+    def _wrap(self, name: str, wrapper: Callable[[str, Hook], Hook]) -> None:
+        event = name.removeprefix("last_")
+        self._replace(name, [(owner, wrapper(f"{owner}.{event}", hook)) for owner, hook in self._named(name)])
 
     def _of_callback(self, callback: Callback, event: str) -> Hook | None:
         """The callback's hook of ``event``, wrapped as its kind of callback needs; ``None`` if the event is not overridden."""

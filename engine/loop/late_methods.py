@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from engine.callback import Callback
+from engine.loop.method_arguments import BESIDES_EVENTS
 from engine.loop.run import Run
 from engine.module import TrainModule
 
 
 def take_late_methods(run: Run) -> None:
-    """Call from now on the hooks that were set on the module or on a callback so far, in their places among the others.
+    """Call from now on the hooks that were set on the module or on a callback so far, or deleted, in their places among the others.
 
     Raises:
         TypeError: a method was set that the steps of the training do not call any more; the message names it.
@@ -19,9 +22,14 @@ def take_late_methods(run: Run) -> None:
     run.hooks.take_late(run.callbacks, run.module)
     if run.optimization is None:
         return
-    for name, method in run.hooks.methods_of_steps(run.module).items():
+    for name, method in methods_of_steps(run.module).items():
         if method != run.methods_of_steps[name]:
             raise TypeError(
                 f"{type(run.module).__name__}.{name} was set on the module after the training was set up, which does not call it any more: set it "
                 "before the run, or in setup or configure_model"
             )
+
+
+def methods_of_steps(module: TrainModule) -> dict[str, Any]:
+    """Return by name the methods of the module that the training's set-up hands to the steps."""
+    return {name: getattr(module, name) for name in ("training_step", *BESIDES_EVENTS)}

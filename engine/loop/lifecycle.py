@@ -21,6 +21,7 @@ from engine.data.datamodule import DataModule
 from engine.distributed import failures
 from engine.distributed.watchdog import Watchdog, explain_mismatch
 from engine.launch import script_ranks
+from engine.loop.last_checks import name_step
 from engine.loop.method_arguments import accepting
 from engine.loop.run import Run
 from engine.loop.run_checkpoints import UNKNOWN
@@ -79,8 +80,9 @@ def in_folder(run: Run, checkpoint: str | Path | Resume | None, earlier: Trained
     roots = list(dict.fromkeys(callback.checkpoints_in for callback in saving))
     best = next((callback.checkpoints_in for callback in saving if callback.finds_best), roots[0] if roots else None)
     try:
-        dirpath, earlier = main_root(run.engine.group, run.settings.root_dir, roots, best, checkpoint, earlier)
-        folder = RunFolder(run.engine.group, run.settings.root_dir, dirpath, run.stage, checkpoint, earlier)
+        group, root_dir, name = run.engine.group, run.settings.root_dir, run.settings.name or ""
+        dirpath, earlier = main_root(group, root_dir, roots, best, checkpoint, earlier, name)
+        folder = RunFolder(group, root_dir, dirpath, run.stage, checkpoint, earlier, name)
     except BaseException:
         run.release()
         raise
@@ -88,9 +90,12 @@ def in_folder(run: Run, checkpoint: str | Path | Resume | None, earlier: Trained
     failed = True
     try:
         yield
+        if run.stage == "fit" and run.control.stops_early:
+            # A rank that is killed before it is here takes the others along: then the run is resumed to stop, rather than to train on.
+            run.engine.group.barrier()
         failed = False
     finally:
-        folder.close(failed)
+        folder.close(failed, run.step if run.stage == "fit" and not failed else None)
 
 
 def log_start(run: Run) -> None:
@@ -129,6 +134,8 @@ def _cause(run: Run, error: BaseException) -> BaseException:
     """Return the error to report to callbacks and the caller: ``error``, or the one that caused it, such as another rank's failure."""
     if run.interrupted and not isinstance(error, KeyboardInterrupt):
         error = KeyboardInterrupt()  # data workers get Ctrl-C too, and their exit is noticed first
+    if isinstance(error, FloatingPointError):
+        name_step(run, error)
     if isinstance(error, Exception) and (text := run.engine.strategy.explain(error, type(run.module).__name__)):
         error = RuntimeError(text)
     ranks = script_ranks.current()

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil, inf
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from engine.config.duration import Every
+from engine.config.duration import Duration, Every
 from engine.config.settings import Settings
 from engine.data.combined import CombinedLoader
 from engine.data.datamodule import DataModule
+from engine.data.feed import MicroBatch
 from engine.data.loader import BatchTransfer, PreparedLoader, in_dataset_order
-from engine.data.packed_rows import note_restarts
+from engine.data.packed_rows import LengthSchedule, length_schedule_of, note_restarts
 from engine.data.user_loaders import flat_loaders, holds_loaders
 from engine.distributed.collectives import gather_json
+from engine.distributed.comparison import check_alike
 from engine.distributed.group import Group
 from engine.engine import Engine
+from engine.loop.batch_sizes import BatchSizes, Stage, batch_sizes, reached
 from engine.loop.method_arguments import step_accepting
 from engine.loop.state import TrainState
 from engine.module import TrainModule, overrides
@@ -89,10 +96,17 @@ class RunLoaders:
         """The samples, or batches, by which a full accumulation window advances the position in the data."""
         self.reload_every = 0
         """After how many epochs the loaders that the data module or the module provides are created again; 0: never. Set before the training."""
-        self._created: dict[str, int] = {}  # by kind, the epoch in which the loaders were created
+        self._created: dict[
+            str, int
+        ] = {}  # by kind, the epoch in which the loaders were created; empty before the first epoch
         self.window_factor = 1
         """A multiplier for the micro-batches in a window, so that a replay on fewer ranks has the same samples in a step."""
+        self.batch_sizes: BatchSizes | None = None
+        """The stages of ``global_batch_size``; ``None``: it is not set, or the training loader is not prepared."""
+        self.row_lengths: LengthSchedule | None = None
+        """The stages of the lengths of rows; ``None``: all rows have one length."""
         self._window: int | None = None
+        self._stage = 0
         self._stream_state: Any = None
         self._first_batch: Any = None
         self._closed = False
@@ -121,7 +135,18 @@ class RunLoaders:
         self._limit(loader, "train")
         if loader.length == 0 and self._settings.limit_train_batches != 0:
             raise ValueError(f"the training loader ({type(loader.loader).__name__}) is empty")
-        self._window = self._window_of_global_batch(loader)
+        ranks, size = self._engine.data_group.world_size, self._settings.global_batch_size
+        self.batch_sizes = None if size is None else batch_sizes(size, loader, ranks)
+        if self.batch_sizes is not None:
+            self._window = self.batch_sizes.stages[0].window
+            batch, drops = (getattr(loader.loader, name, None) for name in ("batch_size", "drop_last"))
+            if batch is not None and not self.batch_sizes.changes and loader.limit is None and not drops:
+                loader.count_steps(self._window * ranks * batch)
+        self.row_lengths = length_schedule_of(loader.loader)
+        if self.row_lengths is not None and isinstance(loader.loader, CombinedLoader):
+            raise ValueError(
+                f"Packed(length={self.row_lengths}) cannot be read beside other loaders: give one length, or read it alone"
+            )
         self.train, self.train_batches = loader, loader.length
         return loader
 
@@ -154,32 +179,170 @@ class RunLoaders:
         return loaders
 
     def window_at(self, epoch: int) -> int:
-        """Micro-batches in a window of this epoch."""
+        """Micro-batches in a window of this epoch; with stages of ``global_batch_size`` in a window now."""
         window = self._settings.accumulate_at(epoch) if self._window is None else self._window
         return window * self.window_factor
 
     def steps(self, epochs: int) -> int:
-        """The number of optimizer steps in ``epochs`` epochs; the length of an epoch must be known."""
+        """The number of optimizer steps in ``epochs`` epochs; the length of an epoch must be known. With stages of ``global_batch_size`` in data that
+        does not tell its samples, as many as if the first stage went on."""
         batches = self.train_batches
         assert batches is not None
+        if self.batch_sizes is not None and self.batch_sizes.changes:
+            steps = self.batch_sizes.steps(epochs)
+            if steps is not None:
+                return steps
         by_epoch = [-(-batches // self.window_at(epoch)) for epoch in range(min(epochs, MAX_EPOCHS_COUNTED))]
         return sum(by_epoch) + (epochs - len(by_epoch)) * (by_epoch[-1] if by_epoch else 0)
 
-    def total_steps(self, max_epochs: int | None, max_steps: int | None) -> int | None:
+    def steps_of(self, length: Duration) -> int | None:
+        """The number of optimizer steps until the training has reached a ``length`` in samples, tokens or epochs; ``None``: not known before."""
+        train, batches = self.train, self.train_batches
+        changes = self.batch_sizes is not None and self.batch_sizes.changes
+        if length.unit == "epochs" and batches and not changes:
+            epochs, part = divmod(length.exact, 1)
+            return self.steps(epochs) + ceil(part * -(-batches // self.window_at(epochs)))
+        if train is not None and length.unit == "tokens" and train.tells_tokens:
+            if self.batch_sizes is not None and changes:
+                return self.batch_sizes.steps(None, tokens=int(length.value))
+            return self._steps_of_tokens(train, int(length.value))
+        samples, left = None if train is None else train.samples_of_pass, self.samples_of(length)
+        if not samples or left is None or train is None:
+            return None
+        if self.batch_sizes is not None:
+            return self.batch_sizes.steps(None, left)
+        steps, per_window = 0, train.samples_of_round or 1
+        first = 0 if isinstance(self._settings.accumulate_grad_batches, int) else MAX_EPOCHS_COUNTED
+        for epoch in range(first):
+            if left <= samples:
+                return steps - (-left // (per_window * self.window_at(epoch)))
+            steps, left = steps - (-samples // (per_window * self.window_at(epoch))), left - samples
+        window = per_window * self.window_at(first)
+        epochs, left = divmod(left, samples)
+        return steps + epochs * -(-samples // window) - (-left // window)
+
+    def _steps_of_tokens(self, train: PreparedLoader, tokens: int) -> int | None:
+        """The number of optimizer steps until batches that tell their tokens have this many; ``None``: a limit makes each epoch's number another."""
+        positions = train.positions_of_pass
+        if not positions or train.limit is not None:
+            return None
+        epochs, left = divmod(tokens, train.tokens_between(0, 0, positions))
+        window = self._engine.data_group.world_size * self.window_at(epochs)
+        windows = range(0, positions + window, window)
+        return self.steps(epochs) + bisect_left(
+            windows, left, key=lambda position: train.tokens_between(epochs, 0, position)
+        )
+
+    def steps_of_stages(
+        self, max_epochs: int | None, max_steps: int | None, max_length: Duration | None = None
+    ) -> list[tuple[Stage, int]] | None:
+        """The stages of ``global_batch_size``, each with its optimizer steps in the whole training; ``None``: not known, or no stages."""
+        if self.batch_sizes is None or not self.batch_sizes.changes:
+            return None
+        samples = None if max_length is None else self.samples_of(max_length)
+        tells = (
+            self.train is not None
+            and self.train.tells_tokens
+            and max_length is not None
+            and max_length.unit == "tokens"
+        )
+        tokens = int(max_length.value) if max_length is not None and tells else None
+        counts = self.batch_sizes.steps_by_stage(max_epochs, samples, max_steps, tokens)
+        if counts is None or (max_length is not None and samples is None and tokens is None):
+            return None
+        return list(zip(self.batch_sizes.stages, counts, strict=True))
+
+    def largest_window(self) -> int:
+        """The largest number of micro-batches in a window of the first epoch."""
+        return self.window_at(0) if self.batch_sizes is None else self.batch_sizes.largest_window * self.window_factor
+
+    def samples_of(self, length: Duration) -> int | None:
+        """The number of samples in a ``length`` in samples, tokens or epochs; ``None``: not known before."""
+        train = self.train
+        if train is None or length.unit == "samples":
+            return None if train is None else int(length.value)
+        if length.unit == "tokens":
+            return None if train.tokens_per_sample is None else ceil(length.value / train.tokens_per_sample)
+        size = train.samples_of_pass
+        return None if size is None else ceil(length.exact * size)
+
+    def total_steps(
+        self, max_epochs: int | None, max_steps: int | None, max_length: Duration | None = None
+    ) -> int | None:
         """Implements :attr:`engine.Run.total_steps`."""
         if not self._closed:
             self.training()
-        if max_epochs is None or self.train_batches is None:
-            return max_steps
-        steps = self.steps(max_epochs)
-        return steps if max_steps is None else min(steps, max_steps)
+        limits = [max_steps, None if max_length is None else self.steps_of(max_length)]
+        if max_epochs is not None and self.train_batches is not None:
+            limits.append(self.steps(max_epochs))
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def total_batches(
+        self, max_epochs: int | None, max_steps: int | None, max_length: Duration | None = None
+    ) -> int | None:
+        """Implements :attr:`engine.Run.total_steps` for a module that steps its optimizers itself: ``max_steps`` counts their steps.
+
+        Raises:
+            ValueError: the module's ``steps_per_batch`` is not a number above 0.
+        """
+        steps, name = self._module.steps_per_batch, type(self._module).__name__
+        if steps is not None and (
+            isinstance(steps, bool) or not isinstance(steps, (int, float)) or not 0 < steps < inf
+        ):
+            raise ValueError(
+                f"{name}.steps_per_batch={steps!r}: must be a number above 0, that of the optimizer steps in a batch"
+            )
+        if max_steps is not None and steps is not None:
+            max_steps = ceil(max_steps / Fraction(str(steps)))
+        return self.total_steps(max_epochs, max_steps, max_length)
 
     def locate(self, state: TrainState) -> None:
-        """Set the engine's window for the epoch, and compute the micro-batch index from the position, which another world size may have saved."""
+        """Set the engine's window for the position, and compute the micro-batch index from it, which another world size may have saved."""
         assert self.train is not None
+        if self.batch_sizes is not None:
+            self._stage = self.batch_sizes.index_at(state)
+            self._window = self.batch_sizes.stages[self._stage].window
         window = self._engine.accumulate_grad_batches = self.window_at(state.epoch)
         self.stride = self.train.stride
         state.batch_idx = state.position // (self.stride // window)
+
+    def in_stages(self, state: TrainState) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of an epoch. Where a stage of ``global_batch_size`` begins, the rest of the epoch is read in windows of its size,
+        as a run would that resumes there."""
+        assert self.train is not None
+        assert self.batch_sizes is not None
+        train, is_over = self.train, False
+        while not is_over:
+            is_over = True
+            with closing(train.micro_batches()) as micro_batches:
+                for batch, share in micro_batches:
+                    yield batch, share
+                    del batch
+                    if not share.last or state.batch_idx == self.train_batches:
+                        continue
+                    if self.batch_sizes.unit == "steps":
+                        self._engine.settle()  # a step whose verdict is pending may not count
+                    if self.batch_sizes.index_at(state) != self._stage:
+                        is_over = False
+                        break
+            if not is_over:
+                stream = train.state(state.position)
+                self.locate(state)
+                train.resume(state.epoch, state.position, stream)
+
+    def in_row_lengths(self, micro_batches: Iterator[MicroBatch], state: TrainState) -> Iterator[MicroBatch]:
+        """Yield the micro-batches with their rows cut to the length of the stage in which their window begins."""
+        schedule, train, begins, length = self.row_lengths, self.train, True, 0
+        assert schedule is not None
+        assert train is not None
+        for batch, share in micro_batches:
+            if begins:
+                if schedule.unit == "steps":
+                    self._engine.settle()  # a step whose verdict is pending may not count
+                length = schedule.length_at(reached(state, schedule.unit, train))
+            yield schedule.cut(batch, length), share
+            begins = share.last
+            del batch
 
     def continue_stream(self, state: Any) -> None:
         """Keep ``state``, which the training loader needs in addition to its position, until :func:`engine.loop.train.begin_epoch` takes it."""
@@ -192,10 +355,10 @@ class RunLoaders:
 
     def reload_for(self, kind: str, epoch: int) -> bool:
         """Whether :attr:`reload_every` asks for new loaders of ``kind`` in this epoch; if so, release the present ones. All ranks call this."""
-        for each_kind in METHODS:
-            self._created.setdefault(each_kind, epoch)
-        created = self._created[kind]
-        if not self.reload_every or epoch < created + self.reload_every or self._user_loaders.get(kind) is not None:
+        self._created = self._created or dict.fromkeys(METHODS, epoch)
+        if not self.reload_every or self._user_loaders.get(kind) is not None:
+            return False
+        if epoch < self._created[kind] + self.reload_every:
             return False
         self._created[kind] = epoch
         for loader in self.prepared.pop(kind, []):
@@ -258,6 +421,7 @@ class RunLoaders:
             if source is None and owner is not None:
                 source = getattr(owner, METHODS[kind])()
         if source is None:
+            self._check_count(kind, 0)
             return []
         loaders = source
         if kind == "train" and isinstance(source, tuple):
@@ -272,15 +436,30 @@ class RunLoaders:
             loaders = [loaders]
         if self._is_training and self._settings.overfit_batches:
             loaders = [in_dataset_order(loader) for loader in loaders]
+        self._check_count(kind, len(loaders))
         prepared = [self._engine.prepare_data_loader(loader, group=self.ranks_of(kind)) for loader in loaders]
         self.sources[kind], self.prepared[kind] = source, prepared
         for index, loader in enumerate(prepared):
             loader.transfer = hooked_transfer(self._module, self._datamodule, index)
             loader.use.owner = counting_owner(self._module, self._datamodule)
             loader.use.evaluates, loader.use.ranks_draw_apart = kind != "train", True
+            loader.use.repeats = self._is_training and bool(self._settings.overfit_batches)
             if kind != "train":
                 loader.window_size = 1
+                if (schedule := length_schedule_of(loader.loader)) is not None:
+                    raise ValueError(
+                        f"Packed(length={schedule}): the lengths follow the clock of a training, and this is {kind} data: give it one length"
+                    )
         return prepared
+
+    def _check_count(self, kind: str, count: int) -> None:
+        """Check that all ranks have this number of loaders of a kind, which they prepare and read together. A collective."""
+        check_alike(
+            self.ranks_of(kind),
+            f"{kind} loaders",
+            {"number": count},
+            "All ranks train and evaluate together: give each the same loaders",
+        )
 
     def ranks_of(self, kind: str) -> Group:
         """The ranks that see different samples of one kind of loaders. Ranks that train on parts of the same samples evaluate different ones."""
@@ -319,34 +498,6 @@ class RunLoaders:
         """Samples of a step over all ranks in this epoch; ``None``: the training loader has no ``batch_size``, or does not exist."""
         size = None if self.train is None else getattr(self.train.loader, "batch_size", None)
         return size * self._engine.data_group.world_size * self.window_at(epoch) if isinstance(size, int) else None
-
-    def _window_of_global_batch(self, loader: PreparedLoader) -> int | None:
-        """The micro-batches in a window that ``global_batch_size`` asks for; ``None``: it is not set."""
-        global_batch = self._settings.global_batch_size
-        if global_batch is None:
-            return None
-        size = getattr(loader.loader, "batch_size", None)
-        if not isinstance(size, int):
-            raise ValueError(
-                f"global_batch_size={global_batch} needs a loader with a batch_size; {type(loader.loader).__name__} has none"
-            )
-        ranks = self._engine.data_group.world_size
-        micro_batch = size * ranks
-        window, remainder = divmod(global_batch, micro_batch)
-        if not remainder and window:
-            return window
-        global_sizes = sorted({max(1, window) * micro_batch, (window + 1) * micro_batch})
-        divisors = [b for b in range(1, global_batch // ranks + 1) if global_batch % (b * ranks) == 0]
-        nearest_sizes = sorted(sorted(divisors, key=lambda b: abs(b - size))[:4])
-        raise ValueError(
-            f"global_batch_size={global_batch} cannot be divided into batches of {size} on {ranks} rank(s) ({micro_batch} samples per micro-batch); "
-            f"nearest possible: {', '.join(map(str, global_sizes))}, or "
-            + (
-                f"batch_size={', '.join(map(str, nearest_sizes))} in the loader"
-                if nearest_sizes
-                else f"a multiple of {ranks}, the number of ranks"
-            )
-        )
 
 
 def _refuse_loaders_as_batches(batches: tuple[Any, ...]) -> None:

@@ -128,7 +128,11 @@ class Logbook:
         return self._intervals.publishing.due(step, None, 0.0) or (not self.published_step and step > 0)
 
     def note(self, values: dict[str, float], window: int | None) -> None:
-        """Note that ``values`` are published now. ``window``: the window of the step that they belong to; ``None``: an epoch's or an evaluation's."""
+        """Take note that ``values`` are published now, so that nothing is published twice.
+
+        Args:
+            window: the accumulation window of the step in which the values were logged; ``None``: they are of an epoch or an evaluation.
+        """
         if window is not None:
             self.step_window = window
             return
@@ -147,9 +151,9 @@ class Logbook:
     def _show(self, values: dict[str, float], recorder: Recorder) -> None:
         """Put the ``values`` of ``recorder`` that were logged with ``prog_bar=True`` into :attr:`progress`."""
         if names := recorder.progress_names():
-            shown = {name: value for name, value in values.items() if name in names}
-            self.progress.update(shown)
-            self._shown.update(shown)
+            bar_values = {name: value for name, value in values.items() if name in names}
+            self.progress.update(bar_values)
+            self._shown.update(bar_values)
 
     def with_this_step(self) -> dict[str, float]:
         """:attr:`metrics`, updated with the values of the current step over all ranks. A collective; waits for the device."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 import zlib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.callback import Callback
 from engine.data.feed import MicroBatch
-from engine.data.loader import PreparedLoader
 from engine.distributed.collectives import gather, gather_json
 from engine.distributed.comparison import check_alike, check_equal, comparable, fingerprint, plain_text
 from engine.distributed.group import Group
@@ -25,7 +24,7 @@ from engine.utils.errors import CheckError
 from engine.utils.parameters import is_sharded
 from engine.utils.tree import leaves
 
-_OWN_SETTINGS = ("accelerator", "devices", "root_dir", "callbacks", "seed")
+_OWN_SETTINGS = ("accelerator", "devices", "root_dir", "name", "callbacks", "seed")
 """Settings that need not be the same on all ranks. Seeds are compared with the order of the data."""
 
 
@@ -41,11 +40,14 @@ def compare_settings(run: Run) -> None:
         return
     settings = {field.name: plain_text(getattr(run.settings, field.name)) for field in fields(run.settings)}
     facts = {name: value for name, value in settings.items() if name not in _OWN_SETTINGS}
-    shared = [type(callback).__name__ for callback in run.callbacks if _needs_all_ranks(callback)]
+    shared = [callback for callback in run.callbacks if _needs_all_ranks(callback)]
+    facts["callbacks that all ranks need"] = ", ".join(type(callback).__name__ for callback in shared) or "none"
+    for index, callback in enumerate(shared):
+        facts.update(_arguments(callback, f"{type(callback).__name__} ({index})" if index else type(callback).__name__))
     check_alike(
         run.engine.group,
         "settings",
-        facts | {"callbacks that all ranks need": ", ".join(shared) or "none"},
+        facts,
         "Give all ranks the same: look for code that depends on the rank, and for fit.yaml and FIT_* variables that differ between the machines "
         "(`fit env` shows where a value comes from)",
     )
@@ -55,6 +57,14 @@ def _needs_all_ranks(callback: Callback) -> bool:
     """Whether a callback saves checkpoints, ends trainings or has weights of its own, which all ranks do together."""
     keeps_weights = type(callback).other_weights is not Callback.other_weights
     return callback.runs_last or callback.is_early_stopping or keeps_weights
+
+
+def _arguments(callback: Callback, name: str) -> dict[str, str]:
+    """The arguments of one of the library's callbacks, or of the one that a user's class extends, as text; folders may differ."""
+    kind = next((base for base in type(callback).__mro__ if base.__module__.split(".")[0] == "callbacks"), None)
+    arguments = () if kind is None else inspect.signature(kind).parameters
+    values = {argument: getattr(callback, argument, None) for argument in arguments if argument != "dirpath"}
+    return {f"{name}.{argument}": plain_text(value) for argument, value in values.items()}
 
 
 def compare_models(run: Run) -> None:
@@ -82,7 +92,7 @@ def watch_differences(run: Run) -> None:
 
 
 def compare_ranks(run: Run) -> None:
-    """Compare parameters, optimizers' settings and loaders over all ranks with an equal part of the model.
+    """Compare parameters and optimizers' settings over all ranks with an equal part of the model.
 
     Raises:
         CheckError: ranks differ; raised on all ranks, with the differences.
@@ -98,10 +108,6 @@ def compare_ranks(run: Run) -> None:
             for i, o in enumerate(run.optimizers)
             for j, g in enumerate(o.param_groups)
         },
-    )
-    loaders = {"training": run.train_loader} | {f"validation {i}": loader for i, loader in enumerate(run.val_loaders)}
-    check_equal(
-        group, "loaders", {name: _loader_facts(loader) for name, loader in loaders.items() if loader is not None}
     )
 
 
@@ -157,12 +163,3 @@ def _parameter_fingerprint(strategy: Strategy, parameter: Tensor) -> str:
     if is_sharded(parameter) or isinstance(parameter, nn.UninitializedParameter) or parameter.is_meta:
         return _parameter_form(strategy, parameter)
     return fingerprint(parameter)
-
-
-def _loader_facts(loader: PreparedLoader) -> dict[str, Any]:
-    data: Any = getattr(loader.loader, "dataset", None)
-    return {
-        "batches of a rank": loader.length,
-        "samples": len(data) if hasattr(data, "__len__") else None,
-        "batch size": getattr(loader.loader, "batch_size", None),
-    }

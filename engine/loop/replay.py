@@ -19,8 +19,17 @@ from engine.distributed.collectives import gather_json
 from engine.loop.run import Run
 from engine.module import TrainModule
 from engine.step.gradients import Loss, loss_in, nonzero
+from engine.utils.paths import expanded
 from engine.utils.text import terminal_text
 from engine.utils.tree import full_tensor, leaves
+
+MOST_EARLIER = 10_000
+"""The number of steps before the replayed one whose values are kept."""
+
+
+_COUNTS = ("skipped_steps", "epoch")
+"""Names of values that say nothing about weights."""
+_MOST_NAMES = 5
 
 
 @dataclass(slots=True)
@@ -36,8 +45,9 @@ class ReplayedStep:
     """The number of processes of the replay."""
     recorded_ranks: int
     """The number of processes of the original run; that of the replay, if the run has no checkpoint that says it."""
-    samples: list[int] | None = None
-    """The step's samples in order, as indices in the dataset (for data of ready batches: the batches' indices); ``None``: they are not known."""
+    samples: list[int] | list[str] | None = None
+    """The step's samples in order, as indices in the dataset; of ready batches the batches' indices, of a mixture texts such as ``"web[183]"``.
+    ``None``: they are not known."""
     data: str = "a stream"
     """A name of the kind of data, for texts, if its samples are not known."""
     losses: list[list[float]] = field(default_factory=list)
@@ -51,6 +61,12 @@ class ReplayedStep:
     """The 2-norm of each parameter's gradient before clipping."""
     recorded: dict[str, float] | None = None
     """The values that the original run logged at this step, to compare with :attr:`metrics`; ``None``: they were not looked up."""
+    earlier: dict[int, dict[str, float]] = field(default_factory=dict, repr=False)
+    """Values that the replay logged in steps before this one, at most the first :data:`MOST_EARLIER`, by step."""
+    equal: dict[str, int] = field(default_factory=dict)
+    """By name, how many finite values of this step and earlier ones :meth:`compare` has found to be the run's, to the last bit."""
+    difference: str = ""
+    """The first value that is another one than in the run, as text; empty: :meth:`compare` found none."""
     nonfinite: str | None = None
     """The first place, in the order of the computation, where a number was not finite; ``None``: all were finite."""
 
@@ -67,8 +83,8 @@ class ReplayedStep:
         for rank, losses in enumerate(self.losses):
             lines += [f"rank {rank}, micro-batch {index}: loss {loss!r}" for index, loss in enumerate(losses)]
         lines += [f"logged: {name} = {value!r}{self._compared(name, value)}" for name, value in self.metrics.items()]
-        if self.recorded == {}:
-            lines.append("recorded: nothing at this step, so the values above are not compared with the run's")
+        if self.recorded is not None:
+            lines.append(self._verdict())
         lines.append(f"gradient norm: {'not known' if self.grad_norm is None else repr(self.grad_norm)}")
         if per_layer:
             width = max(map(len, self.grad_norms), default=0)
@@ -76,12 +92,61 @@ class ReplayedStep:
         lines.append(f"first number that is not finite: {self.nonfinite or 'none'}")
         return "\n".join(terminal_text(line, one_line=True) for line in lines)
 
+    def compare(self, recorded: Mapping[int, Mapping[str, float]]) -> None:
+        """Compare the values that the replay logged with those that the run has ``recorded``, by step and name; up to the first difference.
+
+        A number that is not finite says nothing: it is the same from other weights. On another number of ranks only the step itself is compared.
+        """
+        of_step = recorded.get(self.step, {})
+        self.recorded = {name: of_step[name] for name in self.metrics if name in of_step}
+        if self.ranks != self.recorded_ranks:
+            return
+        for step, metrics in sorted([*self.earlier.items(), (self.step, self.metrics)]):
+            for name in metrics.keys() & recorded.get(step, {}).keys():
+                value, before = metrics[name], recorded[step][name]
+                if not _are_equal(value, before):
+                    self.difference = f"at step {step} {name} = {value!r}, recorded: {before!r}"
+                    return
+                if math.isfinite(value) and name not in _COUNTS:
+                    self.equal[name] = self.equal.get(name, 0) + 1
+
+    def _verdict(self) -> str:
+        """A line that says whether the replay repeats the run, as far as the run's record tells."""
+        if self.ranks != self.recorded_ranks:
+            return f"not verified: the run had {self.recorded_ranks} rank(s), and on {self.ranks} rounding and dropout differ"
+        if self.difference and self.checkpoint:
+            return f"THIS IS NOT THE RUN'S STEP: {self.difference}. Give the code, the data and the settings of the run"
+        if self.difference:
+            return (
+                f"THIS IS NOT THE RUN'S STEP: {self.difference}. The run began with other weights, or had other code, data or settings. If its "
+                "script called seed_everything() with another number than Fit(seed=) before it made the module, call Fit.replay in that script, or "
+                "train again with equal seeds, or with ModelCheckpoint(every=...), so that a replay starts at a checkpoint"
+            )
+        if self.equal:
+            counts = ", ".join(f"{count} of {name}" for name, count in sorted(self.equal.items())[:_MOST_NAMES])
+            return f"verified: the values that the run recorded up to this step are the same to the last bit ({counts})"
+        start = (
+            ""
+            if self.checkpoint
+            else ", and from the seed it is the run's step only if the module began with the same weights"
+        )
+        return (
+            f"not verified: up to this step the run recorded no finite value that the replay logs, too{start}. Report and CSVLogger record what "
+            "training_step logs; log_every_n_steps=1 records every step"
+        )
+
     def _compared(self, name: str, value: float) -> str:
         if self.recorded is None or name not in self.recorded:
             return ""
         recorded = self.recorded[name]
-        is_equal = value == recorded or (math.isnan(value) and math.isnan(recorded))
+        is_equal = _are_equal(value, recorded)
+        if is_equal and not math.isfinite(value):
+            return ", recorded: not finite either"
         return ", as recorded" if is_equal else f", recorded: {recorded!r} (differs by {abs(value - recorded):.2g})"
+
+
+def _are_equal(value: float, recorded: float) -> bool:
+    return value == recorded or (math.isnan(value) and math.isnan(recorded))
 
 
 @dataclass(frozen=True)
@@ -169,7 +234,12 @@ def starting_point(run: str | Path | None, step: int) -> StartingPoint:
         for run_folder in (str(run), *([parent or "."] if name == FIRST else [])):
             if record := run_root_of(run_folder).record(0):
                 return StartingPoint("", run_folder, {}, record.began_with)
-    storage, names = find_in(run, folder)
+    try:
+        storage, names = find_in(run, folder)
+    except FileNotFoundError as error:
+        if _has_files(run):
+            raise
+        raise FileNotFoundError(_no_record(run, step)) from error
     manifests = storage.manifests()
     steps = {name: saved for name, manifest in manifests.items() if (saved := _saved_step(manifest)) is not None}
     earlier = [name for name, saved in steps.items() if name in names and saved < step]
@@ -187,6 +257,21 @@ def starting_point(run: str | Path | None, step: int) -> StartingPoint:
     run_folder = storage.root.rstrip("/").removesuffix("/checkpoints")
     began_with = "" if earlier else run_root_of(run_folder).record(0).began_with
     return StartingPoint(checkpoint, str(storage.path(described_by)), manifests[described_by], began_with)
+
+
+def _has_files(run: str | Path) -> bool:
+    """Whether something is at the path of a run that is neither a checkpoint nor a run; a URL may have something."""
+    path = Path(expanded(run))
+    return "://" in str(run) or path.is_file() or (path.is_dir() and any(path.iterdir()))
+
+
+def _no_record(run: str | Path, step: int) -> str:
+    """The message of an error: there is nothing at the path of a run."""
+    return (
+        f"{run} does not exist or is empty. Either the run's folder was moved, or the run has left none: without ModelCheckpoint, Report or a "
+        "logger nothing is written. Such a run is repeated from its seed by the script that made it: "
+        f"Fit(..., seed=<that of the run>).replay(module, loader, step={step}). Add Report() to callbacks for 'fit replay' to find the next run"
+    )
 
 
 def _saved_step(manifest: dict[str, Any]) -> int | None:
@@ -235,6 +320,10 @@ class StepWatch(Callback):
             )
         # Fewer ranks take proportionally more micro-batches, so that the step has the same samples.
         run.loaders.window_factor = step.recorded_ranks // step.ranks
+
+    def on_train_start(self, run: Run, module: nn.Module) -> None:
+        for reason in run.waiting_stops:  # the replay's minimum is none: they would end it before the step
+            run.withdraw_stop(reason)
 
     def on_train_batch_start(self, run: Run, module: nn.Module, batch: Any, batch_idx: int) -> None:
         self._step_before_batch = run.step
@@ -312,6 +401,8 @@ class StepWatch(Callback):
     def on_log(self, run: Run, module: nn.Module, metrics: dict[str, float], step: int) -> None:
         if self.seen and step >= self.step.step and not self.step.metrics:
             self.step.metrics.update(metrics)
+        elif step < self.step.step and (len(self.step.earlier) < MOST_EARLIER or step in self.step.earlier):
+            self.step.earlier.setdefault(step, {}).update(metrics)
 
     def on_train_end(self, run: Run, module: nn.Module) -> None:
         if self._handles:  # the step was skipped
@@ -327,7 +418,8 @@ class StepWatch(Callback):
         step, state = self.step, run.state
         step.epoch = state.epoch
         assert run.train_loader is not None
-        step.samples = run.train_loader.units(state.position, run.loaders.stride)
+        units = run.train_loader.units(state.position, run.loaders.stride)
+        step.samples = None if units is None else run.train_loader.named(units)
         step.data = run.train_loader.without_units
         self._handles = [inner.register_forward_hook(self._hook(name)) for name, inner in module.named_modules()]
         self._outer_anomaly = torch.is_anomaly_enabled()

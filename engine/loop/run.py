@@ -33,6 +33,7 @@ from engine.data.loader import PreparedLoader
 from engine.distributed.agreement import Agreement, Stopwatch
 from engine.distributed.collectives import stack
 from engine.engine import Engine
+from engine.loop.clock import TrainingClock
 from engine.loop.hooks import Hooks
 from engine.loop.loaders import RunData, RunLoaders
 from engine.loop.logbook import Logbook
@@ -82,6 +83,8 @@ class Run:
     optimization: Optimization | None = None
     """The object that processes each micro-batch and each accumulation window; in trainings only."""
     exception: BaseException | None = None
+    batches_told: int | None = None
+    """The batches that :attr:`total_steps` has told a module with ``automatic_optimization = False``; ``None``: it was not asked, or not known."""
     first_step = 0
     """The number of optimizer steps at the start of this training: those of the run that it resumes."""
     nonfinite: tuple[str, ...] = ()
@@ -112,10 +115,12 @@ class Run:
         if stage != "fit":
             self.state.step, self.state.epoch, self.state.samples = module._reached
         agreement = Agreement(engine.group, Stopwatch())
-        self.control = StopControl(settings, self.state, agreement)
-        self.intervals = Intervals(settings)
         self.times, self.items = Times(), Tally()
         """``times``: where the time was spent; ``items``: the sum of the counts of all :class:`engine.Loss` objects, over all ranks."""
+        self.clock = TrainingClock(engine, self.state, self.items, settings.log_every_n_steps)
+        """The samples and tokens that the training has read, for intervals, limits and schedules in these units."""
+        self.control = StopControl(settings, self.state, agreement, self.clock)
+        self.intervals = Intervals(settings)
         self.garbage, self.phases = Collector(), Phases()
         self.loaders = RunLoaders(engine, settings, module, data, stage)
         self.placed = PlacedModule(engine, module)
@@ -139,6 +144,7 @@ class Run:
             self.intervals,
             self.control,
         )
+        self._tables: dict[str, list[dict[str, Any]]] = {}
         self.warned: set[str] = set()
         """The warnings that this run has given already, or does not give: ``"nan"``, ``"endless"``, ``"nonfinite"``."""
         self.logs_itself = not any(callback.shows_progress for callback in callbacks)
@@ -159,12 +165,17 @@ class Run:
 
     @property
     def total_steps(self) -> int | None:
-        """The number of optimizer steps in the whole training, for schedules: exact, by ``max_epochs`` and ``max_steps``; with
-        ``automatic_optimization = False`` one per batch. Available from ``setup`` on, where all ranks read it together. ``None``: only ``max_time``
-        ends the training, or the loader has no length."""
+        """The number of optimizer steps in the whole training, for schedules: exact, by ``max_epochs``, ``max_steps`` and
+        ``max_duration``. With ``automatic_optimization = False`` it is the number of batches, for schedulers that step once per batch; where
+        ``max_steps`` ends the training, :attr:`engine.TrainModule.steps_per_batch` says how many steps a batch has. Available from ``setup`` on,
+        where all ranks read it together. ``None``: only time ends the training, or the loader has no length."""
         if self.stage not in ("fit", "sanity"):
             return None
-        return self.loaders.total_steps(self.control.max_epochs, self.control.max_steps)
+        control = self.control
+        if self.module.automatic_optimization:
+            return self.loaders.total_steps(control.max_epochs, control.max_steps, control.max_length)
+        self.batches_told = self.loaders.total_batches(control.max_epochs, control.max_steps, control.max_length)
+        return self.batches_told
 
     @cached_property
     def config(self) -> Config:
@@ -203,7 +214,7 @@ class Run:
 
     @property
     def num_eval_batches(self) -> list[int | None]:
-        """By loader of the evaluation, or of the training's validation, the number of this rank's micro-batches."""
+        """This rank's number of micro-batches for each loader of the evaluation, or of the training's validation."""
         return self.loaders.eval_batches
 
     def window_at(self, epoch: int) -> int:
@@ -212,12 +223,27 @@ class Run:
 
     @property
     def val_every(self) -> Every:
-        """When validation is due. A callback may replace this in ``setup``."""
+        """The trigger that says when validation is due. A callback may replace this in ``setup``."""
         return self.intervals.validation
 
     @val_every.setter
     def val_every(self, every: Every) -> None:
         self.intervals.validation = every
+
+    # -- tables -----------------------------------------------------------------------------------------------------------------
+
+    def set_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Put a table into the result of the run and its report, in the place of an earlier one of this ``name``.
+
+        Args:
+            rows: each a mapping of column -> text or number. Columns come in the order of their first row.
+        """
+        self._tables[name] = [dict(row) for row in rows]
+
+    @property
+    def tables(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """The tables of :meth:`set_table`, by name."""
+        return MappingProxyType(self._tables)
 
     # -- progress and ranks -----------------------------------------------------------------------------------------------------
 
@@ -238,9 +264,14 @@ class Run:
 
     @property
     def epochs(self) -> Fraction | None:
-        """The epochs trained so far, as a fraction counted in steps; ``None`` when the loader has no length."""
+        """The epochs trained so far, as a fraction counted in steps, or in samples if ``global_batch_size`` has stages; ``None`` when the loader
+        has no length."""
         if not self.num_train_batches:
             return None
+        sizes, train = self.loaders.batch_sizes, self.train_loader
+        if sizes is not None and sizes.changes and train is not None and train.positions_of_pass:
+            positions = train.positions_of_pass
+            return self.epoch + Fraction(min(self.state.position, positions), positions)
         window = self.window_at(self.epoch)
         done, length = (-(-batches // window) for batches in (self.state.batch_idx, self.num_train_batches))
         return self.epoch + Fraction(min(done, length), length)
@@ -423,13 +454,13 @@ class Run:
         """The learning rate schedulers, each with its interval, frequency and monitor."""
         return self.optimizer_set.schedules
 
+    def begin_optimization(self, optimization: Optimization, methods_of_steps: Mapping[str, Any]) -> None:
+        """Process micro-batches by ``optimization`` from now on, whose steps call these methods of the module."""
+        self.optimization, self.methods_of_steps = optimization, methods_of_steps
+
     def set_optimizers(self, optimizers: list[Any], schedules: list[Schedule], automatic: bool) -> None:
         """Use these prepared ``optimizers`` and ``schedules``. Without ``automatic`` optimization the module steps the schedulers."""
         self.optimizer_set.fill(optimizers, schedules, automatic)
-
-    def note_methods_of_steps(self) -> None:
-        """Note the methods of the module that the training's set-up has handed to the steps."""
-        self.methods_of_steps = self.hooks.methods_of_steps(self.module)
 
     # -- logging ----------------------------------------------------------------------------------------------------------------
 
@@ -475,7 +506,32 @@ class Run:
         self.first_step = self.step
         self.logbook.begin(self.step)
         self.control.below_min_steps = self.step < (self.settings.min_steps or 0)
+        self.clock.begin()
+        if (length := self.control.max_length) is not None:
+            if length.unit != "epochs":
+                self.clock.follow(f"max_duration={str(length)!r}", length.unit)
+            elif self.epochs is None:
+                raise ValueError(
+                    f"max_duration={str(length)!r}: the length of an epoch is unknown, because {type(self.loaders.training().loader).__name__} has "
+                    "none: give whole epochs, steps or samples"
+                )
+        self.intervals.validation.follow(self.clock, "val_every")
+        sizes = self.loaders.batch_sizes
+        if sizes is not None and sizes.changes and sizes.unit in ("samples", "tokens"):
+            self.clock.follow(f"global_batch_size={self.settings.global_batch_size}", sizes.unit, before_steps=True)
+        rows = self.loaders.row_lengths
+        if rows is not None and rows.unit in ("samples", "tokens"):
+            self.clock.follow(f"Packed(length={rows})", rows.unit, before_steps=True)
+        for schedule in self.optimizer_set.counted_schedules:
+            what = f"the interval {schedule.interval!r} of {type(schedule.scheduler).__name__}"
+            self.clock.follow(what, schedule.interval, before_steps=True)
         self.intervals.start(self.step, self.epochs)
+
+    def follow_clock(self) -> None:
+        """Set the learning rates that follow the number of samples or tokens, after each window."""
+        for schedule in self.optimizer_set.counted_schedules:
+            count = self.state.samples if schedule.interval == "samples" else int(self.state.clock_tokens)
+            schedule.advance(self.logbook.metrics, count)
 
     def publish_due(self) -> bool:
         """Publish the values of the latest step if they are due; return whether they were."""
@@ -643,7 +699,7 @@ class Run:
         return self.snapshot.content(shared, self.other_weights(), score, self.config)
 
     def other_weights(self) -> dict[str, dict[str, Any]]:
-        """By name, the weights that callbacks keep in addition to the parameters; see :meth:`engine.Callback.other_weights`.
+        """The weights that callbacks keep in addition to the parameters, by name; see :meth:`engine.Callback.other_weights`.
 
         Raises:
             ValueError: two callbacks use the same name, or a name is not allowed.
@@ -689,7 +745,7 @@ class Run:
                     hook(self, self.module, path)
 
     def finish_checkpoints(self) -> None:
-        """If anything listens for checkpoint events, wait for the checkpoint in progress and call the hooks; all ranks call this together."""
+        """Wait for the checkpoint in progress and call the hooks, if anything listens for checkpoint events. All ranks call this together."""
         if self.checkpoints.have_listeners:
             self.wait_for_checkpoint()
             self.announce_checkpoints()
@@ -764,16 +820,20 @@ class Run:
         """
         value = self.settings.gradient_clip_val if value is None else value
         algorithm = self.settings.gradient_clip_algorithm if algorithm is None else algorithm
-        if algorithm not in ("norm", "value"):
+        clippers: dict[str, Callable[..., Any]] = {
+            "norm": self.engine.clip_grad_norm_,
+            "value": self.engine.clip_grad_value_,
+            "norm_per_parameter": self.engine.clip_grad_norm_per_parameter_,
+        }
+        if algorithm not in clippers:
             raise ValueError(
-                f"gradient_clip_algorithm={algorithm!r} is unknown{nearest(algorithm, ('norm', 'value'))}; possible: 'norm', 'value'"
+                f"gradient_clip_algorithm={algorithm!r} is unknown{nearest(algorithm, clippers)}; possible: {', '.join(map(repr, clippers))}"
             )
         if not value:
             return
         if not self.module.automatic_optimization:
             optimizer.readable()
-        clip = self.engine.clip_grad_norm_ if algorithm == "norm" else self.engine.clip_grad_value_
-        clip(parameters_of([raw(optimizer)]), value)
+        clippers[algorithm](parameters_of([raw(optimizer)]), value)
 
     # -- other calls of the module ----------------------------------------------------------------------------------------------
 
@@ -795,14 +855,29 @@ class Run:
         """Implements ``module.all_gather``: stack the tensors and numbers in ``data`` over all ranks; ``sync_grads``: keep the autograd graph.
 
         Raises:
-            ValueError: ``group`` has only some of the ranks.
+            ValueError: ``group`` has only some of the ranks, or some rank has no batch in this step of an evaluation.
         """
+        self.check_all_evaluate("all_gather()")
         if group is not None and group.size() != self.world_size:
             raise ValueError(
                 f"all_gather(group=...) is a group of {group.size()} rank(s), but values are gathered over all {self.world_size}: leave it out, "
                 "or call torch.distributed.all_gather with it"
             )
         return stack(self.engine.group, _numbers_as_tensors(data, self.device), sync_grads)
+
+    def check_all_evaluate(self, call: str) -> None:
+        """Check that every rank has a batch in this step of an evaluation, so that all of them reach ``call``.
+
+        Raises:
+            ValueError: some rank has none.
+        """
+        is_in_step = self.evaluating and self.logbook.recorder.batch is not None
+        if is_in_step and self.engine.window.position.share.repeats:
+            raise ValueError(
+                f"{call} in a step of an evaluation: the number of batches does not divide by {self.world_size} ranks, so some rank has no batch "
+                "now and would not take part: log the value, which is over all ranks, call it in on_validation_epoch_end or its like, or let "
+                "the batches divide (drop_last, limit_val_batches)"
+            )
 
     # -- the end ----------------------------------------------------------------------------------------------------------------
 
@@ -826,6 +901,7 @@ class Run:
             best_weights,
             skipped,
             nonfinite,
+            {name: [dict(row) for row in rows] for name, rows in self._tables.items()},
         )
 
 

@@ -12,6 +12,7 @@ from engine.checkpoint.manifest import SCORED_WITH, TRAINED
 from engine.checkpoint.one_file import check_local, pack_folder
 from engine.checkpoint.retention import CheckpointFolder
 from engine.checkpoint.run_folder import RunFolder
+from engine.checkpoint.storage import Storage
 from engine.checkpoint.storage_paths import name_of, split_path, storage_of
 from engine.checkpoint.writer import CheckpointWriter, SaveRequest
 from engine.distributed.agreement import Agreement
@@ -51,7 +52,6 @@ class RunCheckpoints:
         self._folder: CheckpointFolder | None = None
         self._further: dict[str, CheckpointFolder] = {}
         self._main_root: object = UNKNOWN
-        self._chosen = False
         self._positions: dict[str, tuple[tuple[int, int, int, int], str]] = {}
         self.scores: dict[tuple[str, str], float | None] = {}
         """By folder and name, the scores of the checkpoints for which the hooks have not been called yet."""
@@ -87,14 +87,14 @@ class RunCheckpoints:
         return CheckpointFolder(self._group, storage_of(location), self._agreement if self.have_listeners else None)
 
     def choose(self, root: str | Path | None, max_failures: int) -> None:
-        """Implements :meth:`engine.Run.checkpoints_at`."""
+        """Choose the root of the run's folders and its checkpoints, and the number of failed saves in a row that is an error; see
+        :meth:`engine.Run.checkpoints_at`."""
         if self._main_root is UNKNOWN:  # no callback says beforehand where it saves
             self._main_root = root
         if root == self._main_root:
             location = self.run_folder.choose_root(root)
-            if str(location) != self.folder.storage.root and not self._chosen:
+            if str(location) != self.folder.storage.root:
                 self.keep_in(location)
-            self._chosen = True
         elif str(root) not in self._further:
             folder = self._new_folder(self.run_folder.further_root(root))
             self._further[str(root)] = next(
@@ -105,6 +105,10 @@ class RunCheckpoints:
     def folder_at(self, root: str | Path | None) -> CheckpointFolder:
         """The folder that was chosen for ``root``."""
         return self.folder if root == self._main_root else self._further[str(root)]
+
+    def folder_of(self, storage: Storage) -> CheckpointFolder:
+        """The folder with this ``storage``, which is that of one of :attr:`folders`."""
+        return next(folder for folder in self.folders if folder.storage is storage)
 
     def path(self, name: str) -> Path | str:
         """The path of the checkpoint called ``name``."""
@@ -189,8 +193,7 @@ class RunCheckpoints:
         Raises:
             RuntimeError: too many consecutive writes failed.
         """
-        self._writer.wait(self.saved_in)
-        for folder in self.folders if self._further else ():
+        for folder in dict.fromkeys((self.saved_in, *self.folders)):
             self._writer.wait(folder)
 
     def close(self, failed: bool) -> None:

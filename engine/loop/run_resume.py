@@ -19,6 +19,7 @@ from engine.checkpoint.storage_paths import split_path
 from engine.distributed.collectives import all_or_none
 from engine.loop.load_hooks import LoadHooks
 from engine.loop.run import PendingSetUp, Run
+from engine.step.schedules import is_named
 from engine.utils.log import logger
 
 _SHOWN = 6
@@ -122,7 +123,8 @@ class Resumption:
             snapshot.restore_optimizers(loaded, how)
         own_state = engine.snapshot.own_state(loaded)
         snapshot.restore_logged_values(loaded, own_state)
-        snapshot.restore_waiting_stops(loaded, own_state)
+        ends = run.checkpoints.run_folder.ends_of(split_path(loaded.path)[0].root)
+        snapshot.restore_stops(loaded, own_state, [] if ends and _starts_again(run, loaded, how) else ends)
         snapshot.restore_stream(loaded, own_state)
         if loaded.saved_by_run:
             hooks.after_weights(resumes=True)
@@ -132,6 +134,22 @@ class Resumption:
                 _warn_about_replaced(run, configured_groups, how)
                 _warn_about_schedules(configured_schedules, loaded, how)
             logger.info("resumed from %s: epoch %d, step %d", loaded.path, run.state.epoch, run.state.step)
+
+
+_LIMITS = ("max_epochs", "max_steps", "max_time", "max_duration")
+
+
+def _starts_again(run: Run, loaded: Loaded, how: Resume) -> bool:
+    """Whether the same training was started again, by a scheduler for example: with ``"auto"``, and with the limits that it had."""
+    configs = (run.config, loaded.manifest.get("config"))
+    now, before = ({name: _value(config, name) for name in _LIMITS} for config in configs)
+    return str(how.path) == "auto" and now == before
+
+
+def _value(config: Any, name: str) -> Any:
+    """The value of a setting in a :attr:`engine.Run.config`, or in what a manifest has in its place."""
+    entry = config.get(name) if isinstance(config, dict) else None
+    return entry.get("value") if isinstance(entry, dict) else None
 
 
 def _warn_about_replaced(run: Run, configured_groups: list[list[dict[str, Any]]], how: Resume) -> None:
@@ -159,10 +177,12 @@ def _warn_about_schedules(configured: Sequence[ConfiguredSchedule], loaded: Load
         replaced += [f"{prefix}{text}" for text in schedule.replaced(saved)]
         rate = schedule.changed_rate(saved)
         if rate is not None:
+            source = type(schedule.scheduler).__name__
+            parts = "length and warm-up of lr_schedule" if is_named(schedule.scheduler) else f"functions of {source}"
             logger.warning(
-                "%sthe functions of %s are those of configure_optimizers, because a checkpoint has none, and give %s: if that is meant, "
+                "%sthe %s are those of configure_optimizers, because a checkpoint has none, and give %s: if that is meant, "
                 "Resume(%r, hyperparameters='configured') (fit run: --hyperparameters configured) begins with that rate",
-                *(prefix, type(schedule.scheduler).__name__, rate, str(how.path)),
+                *(prefix, parts, rate, str(how.path)),
             )
     if replaced:
         logger.warning(
@@ -174,7 +194,7 @@ def _warn_about_schedules(configured: Sequence[ConfiguredSchedule], loaded: Load
 
 
 def weights_and_state(run: Run, weights: str | None) -> tuple[str, ...]:
-    """The folders of a checkpoint whose ``weights`` are loaded, with what the module has saved beside them."""
+    """The folders of a checkpoint to read: those of ``weights``, and of what the module has saved beside its weights if it wants that."""
     return ("model", *(("state",) if LoadHooks.need_state(run) else ()), *weights_folder(weights))
 
 

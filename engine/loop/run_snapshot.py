@@ -24,6 +24,7 @@ from engine.config.masked import Config
 from engine.config.secret_text import without_secrets
 from engine.data.datamodule import DataModule
 from engine.distributed.agreement import Stopwatch
+from engine.distributed.collectives import gather_json
 from engine.engine import Engine
 from engine.engine_snapshot import TrainedObjects
 from engine.loop.callback_states import load_states, states
@@ -76,6 +77,7 @@ class RunSnapshot:
             **self.engine.snapshot.shared(self.trained(), [self._position()]),
             "state": asdict(self.state),
             **({"skipped_steps": self.engine.skips.count} if self.engine.skips.count else {}),
+            **({"epoch_is_cut": True} if self.control.epoch_is_cut else {}),
             "global_batch": self.loaders.global_batch(self.state.epoch),
             "metrics": dict(self.logbook.metrics),
             "elapsed_s": self.stopwatch.seconds(),
@@ -131,6 +133,8 @@ class RunSnapshot:
             logged_values["hook_values"] = hook_values
         if self.control.waiting:
             logged_values["waiting_stops"] = list(self.control.waiting)
+        if self.control.asked is not None:  # the run may be killed before it has ended
+            logged_values["asked_stop"] = self.control.asked
         # training_step of manual optimization changes weights when it likes, and so do optimizers that switch between two kinds of weights.
         any_time = not self.module.automatic_optimization or bool(self.optimizer_set.modes.switched)
         return replace(
@@ -154,10 +158,11 @@ class RunSnapshot:
     def _position(self) -> dict[str, Any]:
         """The training loader's position in its data."""
         state, train = self.state, self.loaders.train
-        samples, order = (None, None) if train is None else (train.samples, train.order)
-        position = 0 if state.epoch_done else state.position
-        loader = {"epoch": state.finished_epochs, "position": position, "samples": samples}
-        return loader if order is None else {**loader, "order": order}
+        epoch, position = state.finished_epochs, 0 if state.epoch_done else state.position
+        if train is None:
+            return {"epoch": epoch, "position": position, "samples": None}
+        place = {"epoch": epoch, "position": position, "samples": train.samples}
+        return {**place, **train.kind_and_draws(epoch, position)}
 
     def _stream(self) -> Any:
         """The state that the training loader needs in addition to its position, as streams do; ``None``: the position is enough."""
@@ -185,6 +190,8 @@ class RunSnapshot:
         seed, loaders, train = loaded.shared["seed"], loaded.shared["loaders"], self.loaders.train
         if seed is not None and train is not None:
             train.reseed(seed, loaders[0].get("order") if loaders else None)
+        if train is not None and loaders:
+            train.continue_draws(loaders[0])
 
     def restore_counters(self, loaded: Loaded) -> None:
         """Restore the counters that a run has saved."""
@@ -237,8 +244,14 @@ class RunSnapshot:
     def check(self, loaded: Loaded, how: Resume) -> None:
         """Check that the data, the optimizers and the schedulers match the checkpoint's."""
         state, train, loaders = self.state, self.loaders.train, loaded.shared["loaders"]
-        if train is not None and state.position and not state.epoch_done and loaders:
-            check_samples(loaded.path, loaders[0].get("samples"), train.samples, state.position, how.strict)
+        if (
+            train is not None
+            and state.position
+            and not state.epoch_done
+            and loaders
+            and not train.continues_draws(loaders[0])
+        ):
+            check_samples(loaded.path, loaders[0], train.samples, train.plan, how.strict)
         if how.optimizer:
             trained = self.trained()
             check_optimizers(loaded, trained.optimizers, trained.schedulers, how)
@@ -253,6 +266,8 @@ class RunSnapshot:
         saved, current = loaded.shared.get("global_batch"), self.loaders.global_batch(self.state.epoch)
         ranks, rank_state = self.engine.data_group.world_size, loaded.of_rank(0)
         if None in (saved, current) or saved == current or rank_state is None or rank_state["place"][0] == ranks:
+            return
+        if self.loaders.batch_sizes is not None and self.loaders.batch_sizes.changes:
             return
         logger.warning(
             "the global batch (samples of a step over all ranks) was %d on %d rank(s), and is %d on the %d of this run: steps and schedules "
@@ -295,17 +310,29 @@ class RunSnapshot:
                 logged = [row["logged"] for row in rows] or [named(last["logged"])]
                 loaded.load_into("the logged metrics", recorder.load_logged_metrics, logged)
 
-    def restore_waiting_stops(self, loaded: Loaded, own_state: Fields | None) -> None:
-        """Restore this rank's requests to stop that wait for ``min_epochs`` and ``min_steps``.
+    def restore_stops(self, loaded: Loaded, own_state: Fields | None, ends: Sequence[int] | None) -> None:
+        """Restore this rank's requests to stop that were not met: those that wait for ``min_epochs`` and ``min_steps``, and one that was about to end
+        the run as it was killed. All of them wait until the training begins.
 
         Args:
             own_state: as in :meth:`restore_logged_values`: if it is ``None``, rank 0 takes over the requests of all ranks.
+            ends: the steps at which the run has ended by itself, where it is resumed to train on: there all requests are met. ``None``: nothing is
+                known, as for a checkpoint that was moved; then only requests that wait count.
         """
+        step = self.state.step
+        self.control.epoch_is_cut = loaded.shared.get("epoch_is_cut", False)
+        if ends is not None and step in ends:
+            return
+        self.control.resumes_killed = ends is not None
         if own_state is not None:
             rows = [own_state]
         else:
             rows = list(loaded.of_all_ranks()) if self.engine.is_main_process else []
-        self.control.waiting[:] = dict.fromkeys(reason for row in rows for reason in row.get("waiting_stops", ()))
+        reasons = [reason for row in rows for reason in row.get("waiting_stops", ())]
+        if ends is not None and all(end < step for end in ends):
+            reasons += [row["asked_stop"] for row in rows if "asked_stop" in row]
+        self.control.waiting[:] = dict.fromkeys(reasons)
+        self.control.resumes_stop = any(gather_json(self.engine.group, bool(reasons)))
 
     def restore_stream(self, loaded: Loaded, own_state: Fields | None) -> None:
         """Restore the state of training data that is a stream: this rank's own, or rank 0's if the ranks are not those that saved."""

@@ -20,7 +20,7 @@ from engine.loop.callback_states import check_keys
 from engine.loop.closure_step import STEP_METHODS, ClosureOptimization, check_closures
 from engine.loop.first_checks import check_parameters, report_misspelled
 from engine.loop.hook_random import share_random_numbers
-from engine.loop.late_methods import take_late_methods
+from engine.loop.late_methods import methods_of_steps, take_late_methods
 from engine.loop.loaders import RunData
 from engine.loop.method_arguments import accepting
 from engine.loop.model_building import build_model
@@ -139,7 +139,7 @@ def _warn(run: Run, message: str) -> None:
 
 
 class TrainingSetUp(PendingSetUp):
-    """:func:`set_up_training`, once."""
+    """One call of :func:`set_up_training`."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._is_done = run, False
@@ -184,7 +184,7 @@ def check_best(run: Run) -> None:
 
 def prepare_loaders(run: Run) -> None:
     """Prepare the loaders of training and validation, and what depends on them."""
-    run.loaders.training()
+    run.clock.measure(run.loaders.training())
     run.loaders.for_validation(run.val_every)
     connect_metrics(run.module, run.engine.group, run.engine.loss_group)
     check_min_steps(run)
@@ -235,26 +235,55 @@ def set_up_optimizers(run: Run) -> None:
             raise TypeError(message)
         _warn(run, message)
     unknown_keys: list[str] = []
+    frozen: list[str] = []
+    unfreezes = any(callback.unfreezes for callback in run.callbacks)
     raw_optimizers, schedules = configured(
-        configuration, module.automatic_optimization, unknown_keys if module.leaves_out_unknown_keys else None
+        configuration,
+        module.automatic_optimization,
+        unknown_keys if module.leaves_out_unknown_keys else None,
+        frozen if unfreezes or module.may_train_nothing else None,
     )
-    for message in unknown_keys:
+    for message in unknown_keys + ([] if unfreezes else frozen):
         _warn(run, message)
     if overridden:
         check_parameters(module, raw_optimizers)
     engine.prepared.saves = any(callback.is_checkpoint for callback in run.callbacks)
     for optimizer in raw_optimizers:
         engine.add_optimizer(optimizer)
+    check_batches_told(run, len(raw_optimizers))
     if module.automatic_optimization:
         engine.window.join()
     for schedule in schedules:
+        if schedule.is_counted and not module.automatic_optimization:
+            raise ValueError(
+                f"lr_scheduler interval={schedule.interval!r} has no effect with automatic_optimization=False: the module steps its schedulers, and "
+                "self.run.clock has the count"
+            )
         if overrides(module, "lr_scheduler_step"):
             schedule.step = module.lr_scheduler_step
         elif module.automatic_optimization:
             schedule.check()
-    run.optimization = choose_optimization(run, raw_optimizers)
-    run.optimizer_set.fill(run.optimization.optimizers, schedules, module.automatic_optimization)
-    run.note_methods_of_steps()
+    optimization = choose_optimization(run, raw_optimizers)
+    run.begin_optimization(optimization, methods_of_steps(module))
+    run.optimizer_set.fill(optimization.optimizers, schedules, module.automatic_optimization)
+
+
+def check_batches_told(run: Run, optimizers: int) -> None:
+    """Refuse a ``run.total_steps`` that was read under ``max_steps``, if the module steps several ``optimizers`` itself and does not say how many
+    steps a batch has.
+
+    Raises:
+        ValueError: the number of batches is not known.
+    """
+    module, max_steps = run.module, run.max_steps
+    if run.batches_told is None or max_steps is None or module.steps_per_batch is not None or optimizers < 2:
+        return
+    name = type(module).__name__
+    raise ValueError(
+        f"{name} has {optimizers} optimizers and automatic_optimization=False, so each optimizer.step() counts for max_steps={max_steps}, and "
+        f"run.total_steps, the number of batches, is not known: set {name}.steps_per_batch, to {optimizers} if each batch steps each optimizer "
+        "once, or give Fit(max_epochs=) in place of max_steps"
+    )
 
 
 def choose_optimization(run: Run, optimizers: list[Optimizer]) -> Optimization:

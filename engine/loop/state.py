@@ -37,6 +37,10 @@ class TrainState:
     """The step at which validation ran last; -1: it has not run."""
     samples: int = 0
     """The number of samples in complete windows, over all ranks and epochs."""
+    clock_tokens: int | float = 0
+    """The tokens that :class:`engine.loop.clock.TrainingClock` has counted; 0 where nothing says or asks how many there are."""
+    clock_step: int = 0
+    """The step at which the counts of losses were read last as tokens of the clock."""
 
     @property
     def finished_epochs(self) -> int:
@@ -78,7 +82,7 @@ class TrainState:
 
 @dataclass(slots=True)
 class Times:
-    """Where a run's time was spent on this rank, in seconds."""
+    """The seconds that a run has spent on this rank, by activity."""
 
     data: float = 0.0
     """Time spent waiting for the loader."""
@@ -98,10 +102,10 @@ class Times:
 @with_advice
 @dataclass(slots=True)
 class Result:
-    """How a run ended."""
+    """The outcome of a run."""
 
     status: str
-    """``"completed"`` (``max_epochs`` or ``max_steps`` reached), ``"stopped"`` (by a request or ``max_time``) or ``"interrupted"`` (Ctrl-C)."""
+    """``"completed"`` (a limit other than of time was reached), ``"stopped"`` (by a request or a limit of time) or ``"interrupted"`` (Ctrl-C)."""
     stop_reason: str
     """The reason why the run ended, as text: ``"max_epochs=3 reached"``."""
     epoch: int
@@ -125,6 +129,8 @@ class Result:
     """The number of steps that were skipped because a gradient was not finite (fp16, ``on_nonfinite="skip"``)."""
     nonfinite: tuple[str, ...] = ()
     """Names of trained parameters, and of buffers, that were NaN (parameters: or infinite) at the training's end, on any rank; at most 5."""
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """By name, tables that callbacks made with :meth:`engine.Run.set_table`, row by row; ``MixtureMonitor`` makes ``"mixture"``."""
 
     def __str__(self) -> str:
         """The result as text: how the run ended, a line for each metric, and the paths of its checkpoints."""
@@ -146,7 +152,7 @@ class Result:
 
 def status_of(stop_reason: str) -> str:
     """The :attr:`Result.status` of a run that was not interrupted and ended for this reason."""
-    is_limit = stop_reason.startswith(("max_epochs", "max_steps", "limit_train_batches"))
+    is_limit = stop_reason.startswith(("max_epochs", "max_steps", "max_duration", "limit_train_batches"))
     return "completed" if is_limit or not stop_reason else "stopped"
 
 
@@ -162,6 +168,11 @@ class Tally:
     def __init__(self) -> None:
         self._sum: float | None = None
         self._waiting: list[Tensor] = []
+
+    @property
+    def has_some(self) -> bool:
+        """Whether something was added."""
+        return self._sum is not None or bool(self._waiting)
 
     def restore(self, total: float | None) -> None:
         """Continue from the sum ``total`` of an earlier run; ``None``: nothing was added there."""

@@ -40,6 +40,9 @@ class AutomaticOptimization(Optimization):
         settings = run.settings
         self.max_norm = settings.gradient_clip_val if settings.gradient_clip_algorithm == "norm" else None
         self.max_value = settings.gradient_clip_val if settings.gradient_clip_algorithm == "value" else None
+        self.max_parameter_norm = (
+            settings.gradient_clip_val if settings.gradient_clip_algorithm == "norm_per_parameter" else None
+        )
         self._parameters = _replaceable_parameters(run)
 
     def begin(self) -> None:
@@ -98,7 +101,13 @@ class AutomaticOptimization(Optimization):
         step = engine.step
         if profiler._is_profiler_enabled or run.phases.timers:
             step = run.phases.named("optimizer", step)
-        step(self.optimizers, max_norm=self.max_norm, max_value=self.max_value, then=self.applied)
+        step(
+            self.optimizers,
+            max_norm=self.max_norm,
+            max_value=self.max_value,
+            max_parameter_norm=self.max_parameter_norm,
+            then=self.applied,
+        )
         for optimizer in self.optimizers:
             for hook in hooks.on_before_zero_grad:
                 hook(run, module, optimizer)
@@ -124,7 +133,9 @@ class AutomaticOptimization(Optimization):
             warn_once(
                 "every batch so far is None or without samples, so nothing is trained: does the loader leave out all?"
             )
-        only_steps_end_it = run.max_steps is not None and run.max_epochs is None and run.settings.max_time is None
+        control = run.control
+        limits = (control.max_epochs, control.max_time, control.max_length)
+        only_steps_end_it = control.max_steps is not None and limits == (None, None, None)
         if only_steps_end_it and self.windows_without_loss >= max(MOST_WITHOUT_LOSS, run.max_steps or 0):
             raise ValueError(without_loss(run.module, self))
 

@@ -7,16 +7,21 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from fractions import Fraction
 from types import FrameType
 
+from engine.config.duration import NEVER, Duration, Unit
 from engine.config.settings import Settings
 from engine.distributed.agreement import Agreement
 from engine.distributed.early_signals import EarlySignals
 from engine.distributed.watchdog import SetupWatch
+from engine.loop.clock import TrainingClock
 from engine.loop.state import TrainState
 from engine.utils.errors import TERMINATED
 from engine.utils.log import logger
 
+_OTHERS = ("epochs", "steps", "seconds")
+"""The units of ``max_duration`` for which there are limits of their own."""
 STOP, HURRY, TERMINATE = 1, 2, 3
 """How urgent a request to stop is: once ``min_epochs`` and ``min_steps`` are reached; at the next batch (Ctrl-C); at the next batch, and the process
 ends (SIGTERM)."""
@@ -33,10 +38,11 @@ class StopControl:
         settings: the settings of the run.
         state: the run's counters, the same object throughout the run.
         agreement: the run's agreement between ranks, which carries the requests.
+        clock: the run's count of samples and tokens.
     """
 
-    def __init__(self, settings: Settings, state: TrainState, agreement: Agreement) -> None:
-        self._settings, self._state, self._group = settings, state, agreement.group
+    def __init__(self, settings: Settings, state: TrainState, agreement: Agreement, clock: TrainingClock) -> None:
+        self._settings, self._state, self._group, self._clock = settings, state, agreement.group, clock
         self.agreement, self.stopwatch = agreement, agreement.stopwatch
         self.reason = ""
         """The reason why the training ended or is about to end, as text; empty while it goes on."""
@@ -52,16 +58,36 @@ class StopControl:
         """Whether the ranks have agreed to end early because of Ctrl-C or SIGTERM."""
         self.early_signals = EarlySignals()
         """Sees SIGTERM even while the main thread waits in native code, for the watchdog."""
-        self.max_epochs: int | None = settings.max_epochs
-        self.max_steps: int | None = settings.max_steps
+        length = settings.max_duration
+        self.max_epochs: int | None = smaller_limit(settings.max_epochs, length, "epochs")
+        self.max_steps: int | None = smaller_limit(settings.max_steps, length, "steps")
+        self.max_time = settings.max_time
+        """The time at which the training ends; ``None``: no such limit."""
+        if length is not None and length.unit == "seconds":
+            self.max_time = min((length, self.max_time or length), key=lambda time: time.value)
+        units = ("steps", "seconds") if length is None or isinstance(length.value, float) else _OTHERS
+        self.max_length = None if length is None or length.unit in units else length
+        """A limit in samples, tokens or a fraction of an epoch; ``None``: there is none, or it is one of the others."""
         self.first_step_done = False
         """Whether the first step is done, so that ``timeout`` applies instead of ``start_timeout``."""
         self.due_step = 0
         """The next step after which something may be due: a limit, validation, publishing, garbage collection."""
+        self.due_samples = NEVER
+        """The number of samples after which something may be due that counts in samples."""
+        self.due_tokens = NEVER
+        """The number of tokens after which something may be due that counts in tokens, where the clock knows them after each step."""
         self.below_min_steps = False
         """Whether ``min_steps`` is not reached yet; the same on all ranks."""
         self.waiting: list[str] = []
         """The reasons of this rank's requests to stop that wait until ``min_epochs`` and ``min_steps`` are reached."""
+        self.asked: str | None = None
+        """The reason of this rank's first request to stop that need not wait, also if a signal comes before it is met; ``None``: there is none."""
+        self.resumes_killed = False
+        """Whether the run that is resumed had not come to its end, as far as its record says."""
+        self.resumes_stop = False
+        """Whether the training that is resumed was asked to stop, on any rank, and had not come to its end."""
+        self.epoch_is_cut = False
+        """Whether the training stops early and has ended its epoch, which is not complete: validation, hooks and values of its end are done."""
         self.passed_before = False
         """Whether the training before a resume had reached a limit of this run already, so that nothing is trained."""
         self._is_early = False
@@ -101,6 +127,8 @@ class StopControl:
                 logger.info("%s: the training continues until %s", reason, waits_for)
                 self.waiting.append(reason)
             return
+        if urgency == STOP and self.asked is None:
+            self.asked = reason
         if self.request is None or urgency > self.urgency:
             self.request, self.urgency = reason, max(urgency, self.urgency)
 
@@ -135,28 +163,47 @@ class StopControl:
             self.reason = self.request or reasons_elsewhere.get(level, "another rank asked to stop")
             self._is_early = True
 
-    def limit_reached(self, epoch_batches: int | None, before: bool = False) -> bool:
+    def limit_reached(self, epoch_batches: int | None, before: bool = False, epochs: Fraction | None = None) -> bool:
         """Return whether the training ends here, by a limit or because the ranks have agreed to stop; a limit sets :attr:`reason`.
 
         Args:
             epoch_batches: the number of this rank's micro-batches in an epoch; ``None``: unknown.
             before: the run has resumed a training and has not trained yet, so the earlier run has reached the limit.
+            epochs: the epochs trained so far, if :attr:`max_length` is a fraction of epochs.
         """
         if self.reason:
             return True
         reached = "was reached before, nothing left to train" if before else "reached"
-        state, max_time = self._state, self._settings.max_time
+        state, max_time, length = self._state, self.max_time, self.max_length
         if epoch_batches == 0:
             self.reason = "limit_train_batches=0 reached"
         elif self.max_steps is not None and state.step >= self.max_steps:
             self.reason = f"max_steps={self.max_steps} {reached}"
         elif self.max_epochs is not None and state.finished_epochs >= self.max_epochs:
             self.reason = f"max_epochs={self.max_epochs} {reached}"
+        elif length is not None and self._length_reached(length, epochs):
+            self.reason = f"max_duration={length} {reached}"
         elif max_time is not None and self.elapsed_s >= max_time.value and self.may_stop:
             self.reason = f"max_time={max_time} {reached}"
             self._is_early = True
         self.passed_before = before and bool(self.reason) and epoch_batches != 0
         return bool(self.reason)
+
+    def _length_reached(self, length: Duration, epochs: Fraction | None) -> bool:
+        if length.unit == "epochs":
+            return epochs is not None and epochs >= length.exact
+        return self._clock.count(length.unit, self._state.step) >= length.value
+
+    def find_length(self) -> tuple[int, int, int]:
+        """The next step, the number of samples and that of tokens at which :attr:`max_length` can be reached."""
+        step, length = self._state.step, self.max_length
+        if length is None:
+            return NEVER, NEVER, NEVER
+        if length.unit == "epochs":
+            return step + 1, NEVER, NEVER
+        amount = int(length.value) if self._clock.is_exact(length.unit) else NEVER
+        samples, tokens = (amount if length.unit == unit else NEVER for unit in ("samples", "tokens"))
+        return self._clock.next_step(length.unit, step), samples, tokens
 
     def end_set_up(self) -> None:
         """Stop watching the set-up of the run: its batches begin, which a watchdog watches."""
@@ -209,3 +256,10 @@ class StopControl:
         finally:
             for number, before, _ in replaced:
                 signal.signal(number, before)
+
+
+def smaller_limit(limit: int | None, length: Duration | None, unit: Unit) -> int | None:
+    """The smaller one of a limit in ``unit`` and ``max_duration``, if that is a whole number of this unit."""
+    if length is None or length.unit != unit or not isinstance(length.value, int):
+        return limit
+    return length.value if limit is None else min(limit, length.value)

@@ -10,7 +10,13 @@ from engine.data.feed import MicroBatch
 from engine.distributed.watchdog import collective_limit
 from engine.loop.evaluate import validate
 from engine.loop.first_checks import check_monitors, report_endless, report_nan
-from engine.loop.last_checks import check_trained, report_limit_passed, report_nonfinite
+from engine.loop.last_checks import (
+    check_trained,
+    report_batches_told,
+    report_limit_passed,
+    report_nonfinite,
+    report_stop_of_resumed,
+)
 from engine.loop.late_methods import take_late_methods
 from engine.loop.rank_checks import with_first_batch_compared
 from engine.loop.run import Run
@@ -46,33 +52,47 @@ def train(run: Run) -> None:
     control.ask_postponed()  # the run that saved this step may have ended before it could
     control.agree_now()  # a callback may have asked to stop before the first step
     resumed = state.step > 0
-    # The run that saved the epoch's last step ended before it could validate and call the hooks of the epoch's end.
-    end_is_due = not state.epoch_done and state.position > 0 and loaders.train_batches == state.batch_idx
-    while end_is_due or not control.limit_reached(loaders.train_batches, before=resumed):
+    if control.stops_early and control.resumes_stop:
+        report_stop_of_resumed(run)
+    # The run that saved the epoch's last step ended before it could validate and call the hooks of the epoch's end; or it was killed in the step at
+    # which it stopped early, before it could do so within the epoch.
+    end_is_due = state.position > 0 and (loaders.train_batches == state.batch_idx or _stops_early_again(run))
+    control.epoch_is_cut = control.epoch_is_cut and control.stops_early
+    while end_is_due or not control.limit_reached(loaders.train_batches, resumed, run.epochs):
         resumed = end_is_due = False
         train_epoch(run)
         if not state.epoch_done:
             break
-        if not control.limit_reached(loaders.train_batches):
+        if not control.limit_reached(loaders.train_batches, epochs=run.epochs):
             state.next_epoch()
     if control.passed_before and run.is_main_process:
         report_limit_passed(run)
     run.publish_last()
     check_trained(run)
+    report_batches_told(run)
     report_nonfinite(run)
     run.logbook.close("after the training", "log it in on_train_epoch_end")
+
+
+def _stops_early_again(run: Run) -> bool:
+    """Whether the run that is resumed within an epoch was killed as it stopped there, by a request or ``max_time``, and had not ended the epoch."""
+    control = run.control
+    if control.epoch_is_cut or not (control.resumes_stop or control.resumes_killed):
+        return False
+    return control.limit_reached(run.loaders.train_batches, before=True) and control.stops_early
 
 
 def train_epoch(run: Run) -> None:
     """Train on one pass over the training data, or on the rest of a pass that was interrupted."""
     window, module, state, hooks, recorder = run.engine.window, run.module, run.state, run.hooks, run.logbook.training
     weights = window.weights
-    optimization, loaders = run.optimization, run.loaders
+    optimization, loaders, optimizer_set = run.optimization, run.loaders, run.optimizer_set
     assert optimization is not None
     micro, accumulates = optimization.micro, optimization.accumulates
     micro_batches = begin_epoch(run)
     optimization.begin()
     window.position.begin_pass(accumulates)
+    tokens_per_sample, counts_batches = run.clock.tokens_per_sample, run.clock.counts_batches
     clock, ends_window = EpochClock(run.times, run.phases), True
     for batch, share in clock.waits_for(micro_batches):
         index = state.batch_idx
@@ -92,7 +112,14 @@ def train_epoch(run: Run) -> None:
             optimization.step()
             state.position += loaders.stride
             state.whole_batches = state.batch_idx
-            state.samples += share.samples if share.samples >= 0 else recorder.samples()
+            samples = share.samples if share.samples >= 0 else recorder.samples()
+            state.samples += samples
+            if tokens_per_sample:
+                state.clock_tokens += samples * tokens_per_sample
+            elif counts_batches:
+                run.clock.add_window(loaders.stride)
+            if optimizer_set.counted_schedules:
+                run.follow_clock()
             if weights.items is not None:
                 run.items.add(weights.items)
                 weights.items = None
@@ -125,8 +152,15 @@ def end_step(run: Run, seconds: float, outputs: Any) -> bool:
         control.accept()
     if control.agreement.news:
         run.announce_checkpoints()
-    steps_left = control.due_step - run.state.step
-    if steps_left <= 0 or (steps_left == 1 and run.engine.pending_steps) or control.reason:
+    state = run.state
+    steps_left = control.due_step - state.step
+    if (
+        steps_left <= 0
+        or (steps_left == 1 and run.engine.pending_steps)
+        or state.samples >= control.due_samples
+        or state.clock_tokens >= control.due_tokens
+        or control.reason
+    ):
         do_what_is_due(run, outputs)
     return bool(control.reason)
 
@@ -153,7 +187,7 @@ def do_what_is_due(run: Run, outputs: Any) -> None:
         control.below_min_steps = False
         control.ask_postponed()
         control.agree_now()
-    control.limit_reached(run.loaders.train_batches)
+    control.limit_reached(run.loaders.train_batches, epochs=run.epochs if control.max_length is not None else None)
     if run.intervals.garbage.due(step, None, 0.0):
         run.garbage.collect(control.elapsed_s)
     find_next_due_step(run)
@@ -178,9 +212,16 @@ def find_next_due_step(run: Run) -> None:
     if run.loaders.validation:
         due_steps.append(run.intervals.validation.next_step(step))
     intervals = [settings.log_every_n_steps, settings.gc_every_n_steps]
-    if not control.first_step_done or settings.max_time is not None:
+    if not control.first_step_done or control.max_time is not None:
         intervals.append(1)
     due_steps += [(step // n + 1) * n for n in intervals if n]
+    control.due_samples = control.due_tokens = NEVER
+    if control.max_length is not None:
+        length_step, control.due_samples, control.due_tokens = control.find_length()
+        due_steps.append(length_step)
+    if run.intervals.validation.is_counted and run.loaders.validation:
+        control.due_samples = min(control.due_samples, run.intervals.validation.next_samples)
+        control.due_tokens = min(control.due_tokens, run.intervals.validation.next_tokens)
     control.due_step = min(due_steps, default=NEVER)
 
 
@@ -191,10 +232,18 @@ def begin_epoch(run: Run) -> Iterator[MicroBatch]:
     loader = loaders.training()
     loaders.locate(state)
     loader.resume(state.epoch, state.position, loaders.take_stream())
+    run.clock.measure(loader)
     find_next_due_step(run)
     run.logbook.begin_epoch()
     call_epoch_hooks(run, run.hooks.on_train_epoch_start)
-    micro_batches = loader.micro_batches()
+    if run.control.stops_early and state.batch_idx != loaders.train_batches:
+        return iter(())  # a stop of the run that is resumed
+    changes = loaders.batch_sizes is not None and loaders.batch_sizes.changes
+    micro_batches: Iterator[MicroBatch] = loaders.in_stages(state) if changes else loader.micro_batches()
+    if run.clock.users:
+        micro_batches = run.clock.checked(micro_batches)
+    if loaders.row_lengths is not None:
+        micro_batches = loaders.in_row_lengths(micro_batches, state)
     if run.settings.check and not run.control.first_step_done:
         return with_first_batch_compared(run, micro_batches)
     return micro_batches
@@ -239,6 +288,7 @@ def end_epoch(run: Run) -> None:
     if not epoch_complete:
         training.restore_hook_values(hook_values)  # the hooks of the run that resumes log them again
     logbook.end_epoch()
+    control.epoch_is_cut = control.stops_early and not epoch_complete
     if epoch_complete:
         for schedule in run.optimizer_set.schedules:
             if (

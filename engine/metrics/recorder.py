@@ -410,7 +410,7 @@ class Recorder:
                 slot.weight = slot.weight + saved["weight"]
 
     def logged_metrics(self) -> dict[str, Any]:
-        """By name, the logged torchmetrics objects with their options; for objects outside of the module, with their states."""
+        """The logged torchmetrics objects with their options, by name; for objects outside of the module, with their states."""
         saved: dict[str, dict[str, Any]] = {}
         for slots in (self._of_hooks, self._of_steps):
             for name, slot in slots.items():
@@ -446,7 +446,7 @@ class Recorder:
         return self._names(slot for slot in self.all_slots if slot.options.prog_bar)
 
     def withheld_names(self) -> frozenset[str]:
-        """The names that loggers do not get, as reported for steps and for epochs."""
+        """Names logged with ``logger=False``, in the forms in which steps and epochs report them; loggers do not get their values."""
         return self._names(slot for slot in self.all_slots if not slot.options.logger)
 
     def _names(self, slots: Iterable[Slot]) -> frozenset[str]:

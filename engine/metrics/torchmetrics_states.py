@@ -103,7 +103,7 @@ def merged(metric: Any, entries: Sequence[Entry]) -> Entry | None:
 
 
 def metric_states(module: nn.Module) -> dict[str, Any]:
-    """By the names of metrics in ``module``, their states and numbers of updates; metrics without updates are left out."""
+    """The states and numbers of updates of the metrics in ``module``, by the metrics' names; metrics without updates are left out."""
     return {
         name: {"state": dict(m.metric_state), "updates": m.update_count}
         for name, m in _metrics(module)

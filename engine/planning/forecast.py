@@ -11,7 +11,9 @@ from math import isfinite
 from typing import Any
 
 from engine import strategies
+from engine.config.duration import parse
 from engine.config.resolve import Resolved
+from engine.config.settings import Settings
 from engine.data.datamodule import DataModule
 from engine.distributed.group import DeviceKind
 from engine.module import TrainModule
@@ -27,7 +29,7 @@ from engine.planning.candidates import (
     users_strategy,
 )
 from engine.planning.devices import Cluster, Hardware, cluster_of, rate
-from engine.planning.job import JobFacts
+from engine.planning.job import JobFacts, sequence_of
 from engine.planning.plan import Plan
 from engine.planning.search import Planner, PlanSearch, Space, Tried, resized, search
 from engine.planning.simulated_group import CPU
@@ -126,7 +128,17 @@ def search_plans(
             layout = _users_layout(chosen_strategy, job)
             all_layouts, data_ranks = layouts_with(layout, chosen_strategy, all_layouts), layout.data_ranks
         space = _space(
-            resolved, chosen_strategy, all_layouts, has_blocks, cluster, samples, data_ranks, precisions, largest, first
+            resolved,
+            chosen_strategy,
+            all_layouts,
+            has_blocks,
+            cluster,
+            batch,
+            samples,
+            data_ranks,
+            precisions,
+            largest,
+            first,
         )
         return search(
             space,
@@ -139,12 +151,21 @@ def search_plans(
         )
 
 
+def _largest_step(settings: Settings, batch: Any) -> int:
+    """The samples of the largest step that ``global_batch_size`` asks for; 0: it is not set."""
+    setting = settings.global_batch_size
+    sizes = setting.values() if isinstance(setting, dict) else [] if setting is None else [setting]
+    length = sequence_of(batch) or 1
+    return max((size if isinstance(size, int) else int(parse(size).value) // length for size in sizes), default=0)
+
+
 def _space(
     resolved: Resolved,
     chosen_strategy: UsersStrategy | None,
     all_layouts: Sequence[Layout],
     has_blocks: bool,
     cluster: Cluster,
+    batch: Any,
     samples: int,
     data_ranks: int,
     precisions: Sequence[Any],
@@ -161,7 +182,7 @@ def _space(
         layouts=all_layouts,
         precisions=candidates.precisions(settings.precision, cluster.device, precisions),
         recompute=(settings.activation_checkpointing,) if keeps_recompute else RECOMPUTE,
-        global_batch=settings.global_batch_size or samples * settings.accumulate_at(0) * data_ranks,
+        global_batch=_largest_step(settings, batch) or samples * settings.accumulate_at(0) * data_ranks,
         micro_batch=samples,
         largest=largest,
         first=first,

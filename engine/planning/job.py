@@ -49,6 +49,18 @@ class Shape:
         return self.feed_forward or 4 * self.hidden
 
 
+@dataclass(frozen=True)
+class BatchStage:
+    """A stage of ``global_batch_size``."""
+
+    start: str
+    """When it begins: ``"5e8 tokens"``."""
+    window: int
+    """Micro-batches of a step on each rank."""
+    steps: int
+    """Optimizer steps of the run in this stage."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One planned run on ``world_size`` ranks."""
@@ -88,6 +100,8 @@ class Job:
     steps_per_epoch: int | None = None
     total_steps: int | None = None
     """Optimizer steps of the run; ``None``: only a time or a callback ends it."""
+    stages: tuple[BatchStage, ...] = ()
+    """The stages of ``global_batch_size``, of which the largest is planned; empty: it has none, or their steps are not known."""
     zero: tuple[int, int] | None = None
     """DeepSpeed's stage of ZeRO, from 1 on, and the bytes of one parameter; ``None``: another strategy, or an optimizer other than Adam."""
     shape: Shape | None = None
@@ -104,7 +118,7 @@ class Job:
         return self.world_size // self.nodes
 
     def as_json(self) -> dict[str, Any]:
-        """Plain dicts and values."""
+        """The job as plain dicts, numbers and text, for JSON."""
         return asdict(self)
 
 
@@ -131,7 +145,8 @@ class JobFacts:
         axes = {name: size for name, size in strategy.axes.items() if size > 1}
         facts = strategy_facts(strategy)
         schedule = (facts.schedule or "1f1b") if axes.get("pp", 1) > 1 else None
-        batches, data_ranks, window = run.num_train_batches, engine.data_group.world_size, run.window_at(0)
+        batches, data_ranks, window = run.num_train_batches, engine.data_group.world_size, run.loaders.largest_window()
+        control = run.control
         self._count(run.module, strategy)
         shape = self._values.get("shape") or shape_of(run.module)
         self._values |= {
@@ -147,7 +162,14 @@ class JobFacts:
             "checkpointing": settings.activation_checkpointing,
             "samples_per_epoch": _samples(run.train_loader, (batch_size(batch) or 0) * data_ranks, window, batches),
             "steps_per_epoch": None if batches is None else -(-batches // window),
-            "total_steps": run.total_steps,
+            "total_steps": run.loaders.total_steps(control.max_epochs, control.max_steps, control.max_length),
+            "stages": tuple(
+                BatchStage(str(stage.start) if stage.start.value else "the start", stage.window, steps)
+                for stage, steps in run.loaders.steps_of_stages(
+                    control.max_epochs, control.max_steps, control.max_length
+                )
+                or ()
+            ),
             "zero": _zero(run, facts.zero_stage),
             "shape": None if shape is None else replace(shape, sequence=sequence_of(batch)),
         }

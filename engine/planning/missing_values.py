@@ -168,8 +168,8 @@ _SHAPED: dict[Any, Callable[..., Any]] = {
 def grouped_product(
     left: Tensor, right: Tensor, offsets: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The result, without values, of a matrix product by groups of rows, one for each expert, in any dtype: torch knows its shape for bfloat16
-    only."""
+    """Return an empty tensor of the shape and dtype of torch's grouped matrix product: rows in groups, one for each expert. torch computes this
+    shape for bfloat16 only; here it is computed for every dtype."""
     rows, columns = left.shape[-2], right.shape[-1]
     groups = [] if left.ndim != right.ndim else [left.shape[0] if offsets is None else offsets.numel()]
     return left.new_empty((*groups, rows, columns), dtype=out_dtype)

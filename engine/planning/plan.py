@@ -13,7 +13,7 @@ from engine.checkpoint.content import file_count
 from engine.planning import device_memory, paper_formulas, step_time
 from engine.planning.device_memory import Need, is_enough, memory_need
 from engine.planning.device_table import Hardware
-from engine.planning.job import Job
+from engine.planning.job import BatchStage, Job
 from engine.planning.paper_formulas import Check
 from engine.planning.plan_page import page
 from engine.planning.plan_text import as_text, plural, show_plan
@@ -88,8 +88,11 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """``"yes"``, ``"only without the margins"`` or ``"no"``. Without the margins: the tensors fit, but not with what may come on top; or only if
-        the allocator returns memory to the device and asks for new memory in each step, which takes time."""
+        """Whether the run fits into the memory: ``"yes"``, ``"only without the margins"`` or ``"no"``.
+
+        Without the margins the tensors fit, but not with what may come on top; or they fit only if the allocator returns memory to the device and
+        asks for new memory in each step, which takes time.
+        """
         if self.fits:
             return "yes"
         enough = all(is_enough(trace, self.device) for trace in self.traces)
@@ -166,8 +169,29 @@ class Plan:
 
     @property
     def total_seconds(self) -> float | None:
-        """Seconds of all steps, without validation, checkpoints and waiting for data; ``None``: the number of steps is not known."""
-        return None if self.job.total_steps is None else self.job.total_steps * self.step_seconds
+        """Seconds of all steps, without validation, checkpoints and waiting for data; ``None``: the number of steps is not known. Where
+        ``global_batch_size`` has stages, a smaller step takes as much less time as it has fewer micro-batches."""
+        if self.job.stages:
+            return sum(stage.steps * self._stage_seconds(stage) for stage in self.job.stages)
+        steps = self.job.total_steps
+        return None if steps is None else steps * self.step_seconds
+
+    def _stage_seconds(self, stage: BatchStage) -> float:
+        """The seconds of a step in a stage."""
+        return self.step_seconds * stage.window / self.job.window
+
+    def _stages(self) -> list[dict[str, Any]]:
+        """The stages of ``global_batch_size``: what a step is in each, and how long all of its steps take."""
+        return [
+            {
+                "start": stage.start,
+                "steps": stage.steps,
+                "samples_per_step": self.samples_per_step * stage.window // self.job.window,
+                "step_s": self._stage_seconds(stage),
+                "seconds": stage.steps * self._stage_seconds(stage),
+            }
+            for stage in self.job.stages
+        ]
 
     def _cost(self, seconds: float | None) -> float | None:
         return None if self.price is None or seconds is None else self.price * self.job.world_size * seconds / 3600
@@ -294,6 +318,7 @@ class Plan:
                 "epochs": job.total_steps / job.steps_per_epoch if job.total_steps and job.steps_per_epoch else None,
                 "steps": job.total_steps,
                 "seconds": self.total_seconds,
+                **({"stages": self._stages()} if job.stages else {}),
             },
             "checkpoint": {
                 "bytes": self.checkpoint_bytes,

@@ -32,7 +32,7 @@ MARGINS = {
 
 
 def size(value: float) -> str:
-    """Bytes: ``"1.50 GiB"``."""
+    """Format a number of bytes as text, such as ``"1.50 GiB"``."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(value) >= scale:
             return f"{value / scale:.2f} {unit}"
@@ -48,18 +48,18 @@ def count(value: float) -> str:
 
 
 def plural(value: float, word: str) -> str:
-    """``"1 node"``, ``"2 nodes"``, ``"58.8 epochs"``."""
+    """Return a number with its noun: ``"1 node"``, ``"2 nodes"``, ``"58.8 epochs"``."""
     text = f"{value:.3g}" if isinstance(value, float) else str(value)
     return f"{text} {word}" if text == "1" else f"{text} {word}s"
 
 
 def money(value: float) -> str:
-    """``"1,234.50"``; small amounts keep two digits."""
+    """Return an amount of money without its currency: ``"1,234.50"``; below 1 with two significant digits, as ``"0.0042"``."""
     return f"{value:,.2f}" if value >= 1 or not value else f"{value:.2g}"
 
 
 def duration(value: float | None) -> str:
-    """Seconds: ``"1.20 ms"``, ``"3.4 h"``."""
+    """Return a number of seconds as text with a fitting unit: ``"1.2 ms"``, ``"3.4 h"``."""
     if value is None:
         return "not known"
     for unit, scale in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
@@ -82,7 +82,7 @@ def need_rows(need: Mapping[str, Any], memory: Mapping[str, int]) -> list[tuple[
 
 
 def title(plan: Mapping[str, Any]) -> str:
-    """``"FSDP on 64 x h100 (8 nodes of 8)"``."""
+    """Return the title of a plan: ``"FSDP on 64 x h100 (8 nodes of 8)"``."""
     job, device = plan["job"], plan["device"]
     nodes = job["nodes"]
     axes = " x ".join(f"{name}={ranks}" for name, ranks in job["axes"].items())
@@ -168,6 +168,14 @@ def run_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     if data["steps"]:
         epochs = f", {plural(data['epochs'], 'epoch')}" if data["epochs"] else ""
         rows.append(("training", f"{plural(data['steps'], 'step')}{epochs}: {duration(data['seconds'])}"))
+    rows += [
+        (
+            f"from {stage['start']}",
+            f"{plural(stage['steps'], 'step')} of {plural(stage['samples_per_step'], 'sample')}, {duration(stage['step_s'])} each: "
+            f"{duration(stage['seconds'])}",
+        )
+        for stage in data.get("stages", ())
+    ]
     seconds = f", {duration(checkpoint['seconds'])} to write" if checkpoint["seconds"] is not None else ""
     copies = f"{size(checkpoint['copy_bytes'])} of the host's memory on each rank while it is written in the background"
     rows.append(

@@ -129,7 +129,7 @@ COLLECTIVE_ASSUMPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the ranks of a group are distributed over nodes."""
+    """The distribution of a group's ranks over nodes."""
 
     ranks: int
     nodes: int
@@ -138,7 +138,7 @@ class Layout:
 
 
 def layout(ranks: tuple[int, ...], ranks_per_node: int) -> Layout:
-    """How ``ranks`` are distributed over nodes: neighbouring ranks share a node, as every launcher numbers them."""
+    """The distribution of ``ranks`` over nodes: neighbouring ranks share a node, as every launcher numbers them."""
     members = Counter(rank // ranks_per_node for rank in ranks)
     return Layout(len(ranks), len(members), min(members.values(), default=0))
 

@@ -110,9 +110,11 @@ class StorageLog:
                 storage.kind = COMMUNICATION
 
     def summed_in_place(self, before: Tensor, result: Tensor) -> None:
-        """Note the sum ``result`` of ``before`` and another tensor in the backward pass, because it may be autograd's sum of two gradients of one
-        tensor. Autograd adds those in place unless something else refers to ``before``, but not while Python observes the operations; if
-        ``before`` is freed before the next operation, the sum is recorded as in place. A node's own sums do not free other nodes' tensors so soon."""
+        """Note that ``result`` is ``before`` plus another tensor in the backward pass, which may be autograd adding two gradients of one tensor.
+
+        Without an observer autograd adds them in place, if nothing else refers to ``before``; while Python observes the operations it takes new
+        memory. So if ``before`` is freed before the next operation, the sum is recorded as if it were in place.
+        """
         old, new = self.follow(before), self.follow(result)
         if old is None or new is None or not self._log or self._log[-1][0] is not new:
             return

@@ -36,7 +36,7 @@ class WindowTraced(Exception):
 
 
 class EndOfTrace(NamedTuple):
-    """How a trace ended."""
+    """The end of a trace."""
 
     micro_batches: int
     """Micro-batches of the recorded window."""

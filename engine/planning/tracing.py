@@ -133,7 +133,8 @@ def _traced_training(
     """Set up the training and trace its epoch, whose micro-batches are all ``batch``, of ``samples`` samples. Return the trace."""
     run = simulated.run
     engine = run.engine
-    size = run.window_at(0)
+    run.loaders.row_lengths = None  # the longest rows, as they are read, need the most memory
+    size = run.loaders.largest_window()
     engine.accumulate_grad_batches = size
     data = engine.data_group
     weights = shares(((samples,) * data.world_size,) * size, data.rank)

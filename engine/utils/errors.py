@@ -47,7 +47,7 @@ class FolderInUse(RuntimeError):
 
 
 class CheckError(RuntimeError):
-    """``check=True`` found differences between the ranks before the first step."""
+    """The ranks differ in what they must have in common: settings, loaders, the model, hyperparameters."""
 
 
 class DoesNotFit(ValueError):

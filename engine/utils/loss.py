@@ -35,7 +35,7 @@ register_dataclass(Loss)
 
 
 def nonzero(count: Tensor | float) -> Tensor | float:
-    """``count``, or 1 if it is 0, so that an empty sum divided by it is 0."""
+    """Return ``count``, or 1 if it is 0, so that an empty sum divided by it is 0."""
     if isinstance(count, Tensor):
         return torch.where(count == 0, torch.ones_like(count), count)
     return count or 1.0

@@ -28,9 +28,8 @@ def use_base_methods(owner: Any, base: type) -> dict[str, bool]:
         The names, and whether the object itself had ``None`` there; for :func:`set_to_none`.
     """
     methods = _methods(base)
-    none_names = [name for name, value in vars(owner).items() if value is None and name in methods]
-    for part in type(owner).__mro__[: type(owner).__mro__.index(base)]:
-        none_names += [name for name, value in vars(part).items() if value is None and name in methods]
+    places = (owner, *type(owner).__mro__[: type(owner).__mro__.index(base)])
+    none_names = {name for place in places for name, value in vars(place).items() if value is None and name in methods}
     names = {}
     for name in none_names:
         if getattr(owner, name) is None:

@@ -109,7 +109,7 @@ class SingleTensors:
         self._first_dimensions: dict[int, set[int]] = {}
 
     def doubt(self, batch: Tensor) -> str:
-        """Why the first dimension of a batch is a guess; empty: it is none."""
+        """The reason why the first dimension of a batch is only a guess of its number of samples; empty if it is certain."""
         # Of two dimensions those of floating point values are rows of features.
         if batch.is_nested or not (batch.ndim == 3 or (batch.ndim == 2 and not batch.is_floating_point())):
             return ""

@@ -130,7 +130,8 @@ def static_graph_is_known(wrapper: DistributedDataParallel) -> bool:
 
 
 def unreduced_gradients(models: Iterable[nn.Module]) -> dict[int, Tensor]:
-    """By ``id`` of a parameter that FSDP2 shards: its full gradient from micro-batches that are not reduced yet, which nothing public has."""
+    """The full gradients, from micro-batches that are not reduced yet, of parameters that FSDP2 shards, by the parameter's ``id``. Nothing public has
+    them."""
     return {
         id(record.sharded_param): gradients[0]
         for group in _fsdp_groups(models)
@@ -349,7 +350,7 @@ def is_after_fork(backend: Any) -> bool:
 
 
 def fp8_product(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    """``a @ b * scale**2`` in bf16, by the device's own product of fp8 matrices."""
+    """Return ``a @ b * scale**2`` in bf16, by the device's own product of fp8 matrices."""
     product: Tensor = torch._scaled_mm(a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
     return product
 
@@ -388,3 +389,9 @@ def is_in_flight(tensor: Tensor) -> bool:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return isinstance(tensor, AsyncCollectiveTensor)
+
+
+def assert_later(condition: Tensor, text: str) -> None:
+    """Let the device check a condition, shape ``()``. On CUDA nothing waits for it, and it ends the process's work there, as an index out of range
+    does. In a compiled function it becomes a part of the graph."""
+    torch._assert_async(condition, text)

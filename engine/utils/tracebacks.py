@@ -14,7 +14,14 @@ from types import TracebackType
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _OURS = (f"{_PACKAGE}{os.sep}", f"{_PACKAGE.parent / 'callbacks'}{os.sep}")
-_INSTALLED = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")})
+_INSTALLED = tuple(
+    f"{place}{os.sep}"
+    for place in {
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        # A virtual environment may take packages of another one, of the system or of the user.
+        *(place for place in sys.path if place.endswith(("site-packages", "dist-packages"))),
+    }
+)
 _NEUTRAL = (
     "<frozen importlib",
     "<frozen runpy>",

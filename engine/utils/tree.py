@@ -24,7 +24,7 @@ freed (https://github.com/pytorch/pytorch/issues/189690)."""
 
 @cache
 def formats(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
-    """By dtype of a tensor, the dtype that it gets when floating point numbers are converted to ``dtype``; others (integers, fp8) stay.
+    """The dtype that a tensor gets, by its dtype, when floating point numbers are converted to ``dtype``. Others (integers, fp8) stay.
 
     Complex numbers stay complex, with parts as wide as ``dtype`` but at least fp32, because few operations support narrower ones.
     """
@@ -34,7 +34,7 @@ def formats(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any, replace_object: ReplaceObject | None = None) -> Any:
-    """``tree`` with ``fn`` applied to each tensor; containers keep their types and their other contents.
+    """Return ``tree`` with ``fn`` applied to each tensor; containers keep their types and their other contents.
 
     Containers: dict, list, tuple and their subclasses, other mappings and sequences, dataclasses and attrs classes, frozen ones too.
     Other objects stay as they are.
@@ -118,7 +118,7 @@ def leaves(tree: Any) -> list[Tensor]:
 
 
 def move(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """``tree`` with its tensors on ``device``; with ``dtype``, floating point and complex ones are converted as :func:`formats` says.
+    """Return ``tree`` with its tensors on ``device``; with ``dtype``, floating point and complex ones are converted as :func:`formats` says.
 
     The host does not wait for copies to a device (``non_blocking``). Objects with a method ``to(device)``, also inside containers
     (``PackedSequence``, a Hugging Face ``BatchEncoding``, a PyG ``Data``), are moved by that method, with ``non_blocking`` if it accepts that.
@@ -144,7 +144,7 @@ def move(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> A
 
 
 def on_host(tree: Any) -> Any:
-    """``tree`` with its tensors on the CPU, without graphs; a tensor that occurs several times stays shared. Waits for the device."""
+    """Return ``tree`` with its tensors on the CPU, without graphs; a tensor that occurs several times stays shared. Waits for the device."""
     copies: dict[int, Tensor] = {}
 
     def copied(tensor: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def on_host(tree: Any) -> Any:
 
 
 def cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """``tree`` with its tensors converted to ``dtype`` as :func:`formats` says; ``None``: unchanged. Objects other than containers stay."""
+    """Return ``tree`` with its tensors converted to ``dtype`` as :func:`formats` says; ``None``: unchanged. Objects other than containers stay."""
     if dtype is None:
         return tree
     dtypes = formats(dtype)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from support.checkpoints import Tied, save_on_two_ranks, tied_batches, train_and_save
 from support.ranks import ranks_of
-from support.toys import fit
+from support.toys import Weight, fit, ones
 from torch import Tensor, nn
 
+from callbacks import ModelCheckpoint
 from engine import TrainModule
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.storage_paths import storage_of
@@ -279,3 +280,26 @@ def test_a_checkpoint_of_two_ranks(tmp_path: Path, strategy: str) -> None:
     step = (found.model["head"].weight - module.model["head"].weight * (1 - 0.1 * 0.01)).abs()
     assert torch.allclose(step, torch.full_like(step, 0.1), atol=1e-3)  # AdamW's first step is the learning rate
     assert storage_of(tmp_path / "checkpoints").manifests().popitem()[1]["world_size"] == 2
+
+
+def test_the_best_and_the_last_of_a_run(tmp_path: Path) -> None:
+    """``RUN/best`` and ``RUN/last``, where nothing has the name; without a folder, and without scores, an error that says what to give."""
+    module = Weight()
+    callbacks = ModelCheckpoint(monitor="val", mode="max", every="1 steps", save_top_k=-1)
+    result = fit(tmp_path / "run", max_epochs=1, val_every="1 steps", callbacks=callbacks).run(module, ones(3), ones(1))
+    assert result.best_checkpoint == tmp_path / "run" / "checkpoints" / "step=00000001"  # w falls by 1 a step
+    for place in ("run", "run/checkpoints"):
+        assert Weight.load_from_checkpoint(tmp_path / place / "best").w.item() == -1.0
+        assert Weight.load_from_checkpoint(f"{tmp_path}/{place}/last/").w.item() == -3.0
+    with pytest.raises(FileNotFoundError, match=r"give the run's folder as well, as in 'runs/best'"):
+        Weight.load_from_checkpoint("best")
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        Weight.load_from_checkpoint(tmp_path / "nowhere" / "best")
+    for argument, other in (("resume", fit(tmp_path / "o").run), ("checkpoint", fit(tmp_path / "o").test)):
+        with pytest.raises(
+            FileNotFoundError, match=rf"the best one of .*/run is Fit\(root_dir='.*/run'\) with {argument}='best'"
+        ):
+            other(Weight(), ones(1), **{argument: f"{tmp_path}/run/best"})
+    fit(tmp_path / "unscored", max_epochs=1, callbacks=ModelCheckpoint()).run(Weight(), ones(3))
+    with pytest.raises(ValueError, match=r"no checkpoint in .*unscored has a score: train with ModelCheckpoint"):
+        Weight.load_from_checkpoint(tmp_path / "unscored" / "best")

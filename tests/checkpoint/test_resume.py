@@ -336,6 +336,37 @@ def test_what_is_of_another_kind_is_refused(tmp_path: Path, saved: Any, given: A
         linear_fit(tmp_path, max_steps=4, max_epochs=None).run(Other(*given), LINEAR_BATCHES, resume="last")
 
 
+def without_weight_decay(optimizers: Any) -> Any:
+    for group in optimizers["0"]["param_groups"]:
+        del group["weight_decay"]
+    return optimizers
+
+
+@pytest.mark.usefixtures("checkpoints_in_folders")
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        (
+            "optim/optim.json",
+            without_weight_decay,
+            "of AdamW for optimizer 0, which is AdamW: no usable weight_decay is",
+        ),
+        ("state/rank=00000.json", lambda state: {**state, "place": []}, "no usable 'place'"),
+        (
+            "state/shared.json",
+            lambda tree: {**tree, "state": {**tree["state"], "clock_tokens": "1"}},
+            "no usable 'state.clock",
+        ),
+    ],
+)
+def test_what_a_changed_checkpoint_lacks_is_named(tmp_path: Path, file: str, change: Any, message: str) -> None:
+    linear_fit(tmp_path, ModelCheckpoint(), max_steps=2, max_epochs=None).run(Other(adamw), LINEAR_BATCHES)
+    (checkpoint,) = (manifest.parent for manifest in tmp_path.rglob("manifest.json"))
+    rewrite(checkpoint, change, file)
+    with pytest.raises(ValueError, match=message):
+        linear_fit(tmp_path, max_steps=4, max_epochs=None).run(Other(adamw), LINEAR_BATCHES, resume=checkpoint)
+
+
 class Table(Linear):
     """With a buffer of a type."""
 

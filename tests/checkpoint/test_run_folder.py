@@ -394,10 +394,12 @@ from test_run_folder import *
 
 root, found = Path(sys.argv[1]), {{}}
 
-def train(epochs, resume=None, job="none", restarts=0, at=None, **arguments):
+def train(epochs, resume=None, job="none", restarts=0, at=None, name=None, **arguments):
     os.environ.update(TORCHELASTIC_RUN_ID=job, TORCHELASTIC_RESTART_COUNT=str(restarts))
     callbacks = [CSVLogger(), keeping(**arguments)]
-    trainer = Fit(accelerator="cpu", max_epochs=epochs, root_dir=at or root, num_sanity_val_steps=0, callbacks=callbacks, strategy="ddp", seed=1)
+    trainer = Fit(
+        accelerator="cpu", max_epochs=epochs, root_dir=at or root, num_sanity_val_steps=0, callbacks=callbacks, strategy="ddp", seed=1, name=name,
+    )
     result = trainer.run(Net(), DATA, DATA, resume=resume)
     return [str(result.folder.relative_to(root)), str(result.last_checkpoint.relative_to(root)), result.step]
 
@@ -408,6 +410,8 @@ found["the job's own"] = train(2, "auto", "a")
 found["restarted"] = train(3, "auto", "a", 1)
 found["at once, first"] = train(1, at=root / "other", dirpath=root / "kept")
 found["at once, second"] = train(1, at=root / "other", dirpath=root / "kept")
+for resume in (None, "auto"):  # a name with a clock in it may differ between ranks
+    found["named"] = train(1 if resume is None else 2, resume, name="rank " + os.environ["RANK"])
 
 held = None
 if os.environ["RANK"] == "0":
@@ -424,6 +428,7 @@ report(found)
 def test_all_ranks_are_in_one_folder(tmp_path: Path) -> None:
     one, two = (each.value for each in run_ranks(RANKS.format(tests=HERE), 2, tmp_path))
     errors = one.pop("error"), two.pop("error")
+    assert one.pop("named") == two.pop("named") == ["rank 0", "rank 0/checkpoints/step=00000004", 4]
     assert one == two
     assert one == {
         "first": [".", "checkpoints/step=00000002", 2],
@@ -438,6 +443,106 @@ def test_all_ranks_are_in_one_folder(tmp_path: Path) -> None:
     assert errors[1].startswith(
         f"RankError: rank 0 failed with FolderInUse: {tmp_path}/other/version_1 is in use by process"
     )
+
+
+def named(root: Path | str, name: str | None, *callbacks: Callback, epochs: int = 2) -> Fit:
+    return Fit(
+        accelerator="cpu", devices=1, max_epochs=epochs, root_dir=root, num_sanity_val_steps=0, log_every_n_steps=1, seed=1, name=name,
+        callbacks=callbacks or [keeping()],
+    )  # fmt: skip
+
+
+def test_named_runs_are_siblings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sweep = [named(tmp_path, f"lr={lr}").run(Net(rate=lr), DATA, DATA).folder for lr in (1.0, 2.0)]
+    assert sweep == [tmp_path / "lr=1.0", tmp_path / "lr=2.0"]
+    assert "belongs to another run" not in caplog.text
+    before = files(tmp_path)
+    again = named(tmp_path, "lr=1.0").run(Net(), DATA, DATA)
+    assert again.folder == tmp_path / "lr=1.0_version_1"
+    assert f"{tmp_path}/lr=1.0 belongs to another run: this one writes into {again.folder}" in caplog.text
+    assert again.last_checkpoint == again.folder / "checkpoints" / "step=00000008"
+    assert fit(tmp_path).run(Net(), DATA, DATA).folder == tmp_path  # the first run without a name
+    assert fit(tmp_path).run(Net(), DATA, DATA).folder == tmp_path / "version_1"
+    assert {name: text for name, text in files(tmp_path).items() if name in before} == before
+
+
+@pytest.mark.parametrize("kind", ["directory", "url"])
+def test_a_name_means_the_newest_run_of_that_name(tmp_path: Path, kind: str) -> None:
+    dirpath = f"memory://{uuid.uuid4().hex}" if kind == "url" else str(tmp_path / "kept")
+    for name, rate in (("a", 1.0), ("b", 2.0), (None, 3.0), ("a", 4.0), ("b_version", 5.0)):
+        named(tmp_path, name, CSVLogger(), keeping(dirpath=dirpath)).run(Net(rate=rate), DATA, DATA)
+    for name, folder, end in (("a", "a_version_1", -48.0), ("b", "b", -24.0), (None, ".", -36.0)):
+        module = Net(rate=-end / 12)
+        result = named(tmp_path, name, CSVLogger(), keeping(dirpath=dirpath), epochs=3).run(
+            module, DATA, DATA, resume="auto"
+        )
+        assert (result.folder, result.step, module.weight.item()) == (tmp_path / folder, 12, end)
+        assert str(result.last_checkpoint).startswith(f"{dirpath}/{folder}/".replace("/./", "/"))
+        assert weight(named(tmp_path, name, CSVLogger(), keeping(dirpath=dirpath)), "last") == end
+    assert named(tmp_path, "c").run(Net(), DATA, DATA, resume="auto").folder == tmp_path / "c"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        NotADirectoryError, match="file is a file, and a run needs a folder there: move it away, or give another"
+    ):
+        named(tmp_path, "file").run(Net(), DATA, DATA)
+    named(tmp_path / "only", "a").run(Net(), DATA, DATA)
+    with pytest.raises(FileNotFoundError, match=r"only holds no complete checkpoint .*: it has a;"):
+        fit(tmp_path).run(Net(), DATA, DATA, resume=tmp_path / "only")
+    with pytest.raises(
+        FileNotFoundError, match=r"no complete checkpoint in .*/d/checkpoints, which does not exist\. .*another name"
+    ):
+        named(tmp_path, "d").run(Net(), DATA, DATA, resume="last")
+
+
+def test_a_named_run_is_continued_by_its_path_and_by_its_fit(tmp_path: Path) -> None:
+    trainer = named(tmp_path, "a", CSVLogger(), keeping())
+    first = trainer.run(Net(), DATA, DATA)
+    result = fit(tmp_path, epochs=3).run(Net(), DATA, DATA, resume=first.folder)
+    assert (result.folder, result.step) == (first.folder, 12)
+    nameless = fit(tmp_path, epochs=4)
+    assert nameless.run(Net(), DATA, DATA, resume=first.folder).folder == first.folder
+    before = {path.name for path in tmp_path.iterdir()}
+    nameless.validate(Net(), DATA, checkpoint="last")  # into the run's folder
+    trainer.validate(Net(), DATA, checkpoint="best")
+    assert {path.name for path in tmp_path.iterdir()} == before == {"a"}
+    other = named(tmp_path, "b", epochs=5).run(Net(), DATA, DATA, resume=first.folder)  # a new run, which begins there
+    assert (other.folder, other.step) == (tmp_path / "b", 20)
+    assert json.loads((tmp_path / "b" / "run.json").read_text())["began_with"].endswith("a/checkpoints/step=00000016")
+
+
+def test_folders_from_before_there_were_names(two: Path) -> None:
+    """A sweep's runs had a ``root_dir`` each, and a ``root_dir`` its numbered runs."""
+    assert named(two, None, epochs=3).run(Net(), DATA, DATA, resume="auto").folder == two / "version_1"
+    fit(two / "lr=1").run(Net(), DATA, DATA)
+    result = named(two, "lr=1", epochs=3).run(Net(), DATA, DATA, resume="auto")
+    assert (result.folder, result.step) == (two / "lr=1", 12)
+    new = named(two, "new", epochs=4).run(Net(), DATA, DATA, resume=two / "version_1")
+    assert (new.folder, new.step) == (two / "new", 16)
+    fit(two / "lr=1").run(Net(), DATA, DATA)  # without a name, within the first
+    for wanted in ("auto", "last", "best"):
+        with pytest.raises(
+            ValueError, match=r"name='lr=1' does not say which run .*lr=1/version_1\), .*root_dir='.*lr=1'\. Give"
+        ):
+            named(two, "lr=1").run(Net(), DATA, DATA, resume=wanted)
+    assert named(two, "lr=1").run(Net(), DATA, DATA).folder == two / "lr=1_version_1"
+
+
+def test_a_message_names_only_folders_that_exist(two: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first runs were removed: the message names the newest that is left."""
+    for name in (None, "a"):
+        root = two if name is None else two / "a"
+        later = two / ("version_{}" if name is None else "a_version_{}").format(1)
+        if name is not None:
+            named(two, name).run(Net(), DATA, DATA)
+            named(two, name).run(Net(), DATA, DATA)
+            shutil.rmtree(root)
+        else:
+            (root / "run.json").unlink()
+            shutil.rmtree(root / "checkpoints")
+        caplog.clear()
+        folder = named(two, name).run(Net(), DATA, DATA).folder
+        assert folder.name.endswith("version_2")
+        assert f"{later} belongs to another run: this one writes into {folder}" in caplog.text
 
 
 def test_the_folder_is_said_when_it_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

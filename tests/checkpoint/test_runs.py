@@ -21,14 +21,17 @@ def test_the_text_is_that_of_earlier_versions() -> None:
     assert RunRecord.parse(TEXT) == RECORD
 
 
-def test_the_checkpoint_with_which_a_run_began_is_kept_by_those_that_continue_it() -> None:
-    began = RunRecord("5f", "fit", began_with="runs/checkpoints/step=00000006")
-    assert RunRecord.parse(began.text()) == began
+def test_where_a_run_began_and_ended_is_kept_by_those_that_continue_it() -> None:
+    earlier = RunRecord("5f", "fit", began_with="runs/checkpoints/step=00000006", ended_at=(9, 31))
+    assert RunRecord.parse(earlier.text()) == earlier
     for stage in ("fit", "test"):
-        assert RunRecord.of_this_process("new", stage, []).continuing(began).began_with == began.began_with
+        record = RunRecord.of_this_process("new", stage, []).continuing(earlier)
+        assert (record.began_with, record.ended_at) == (earlier.began_with, earlier.ended_at)
 
 
-@pytest.mark.parametrize("name", ["id", "stage", "job", "host", "pid", "process", "since", "status", "began_with"])
+@pytest.mark.parametrize(
+    "name", ["id", "stage", "job", "host", "pid", "process", "since", "status", "began_with", "ended_at"]
+)
 @pytest.mark.parametrize("value", [None, True, 1.5, {}, [[]]])
 def test_a_field_of_another_type_counts_as_missing(name: str, value: object) -> None:
     record = RunRecord.parse(json.dumps({**json.loads(TEXT), name: value}).encode())

@@ -46,14 +46,19 @@ KINDS = {
         "max_time", "00:00:01:00", "2 min", "3 min", "4 min", (None, *(f"{n} seconds" for n in (60, 120, 180, 240)))
     ),
     "path": Kind("root_dir", "2024", "no", "there/b", "null/c", ("runs", "2024", "no", "there/b", "null/c")),
+    "name": Kind("name", "2024", "no", "lr=0.1", "null", (None, "2024", "no", "lr=0.1", None)),
     "list": Kind("devices", "[0, 1]", "0,2", [0, 3], "[0, 4]", ("auto", [0, 1], [0, 2], [0, 3], [0, 4])),
     "schedule": Kind(
         "accumulate_grad_batches",
         "{0: 1, 4: 2}",
-        "3",
+        "1",  # the other one derives the window, too
         {0: 4},
         "{0: 5, 1: 6}",
-        (1, {"0": 1, "4": 2}, 3, {"0": 4}, {"0": 5, "1": 6}),
+        (1, {"0": 1, "4": 2}, 1, {"0": 4}, {"0": 5, "1": 6}),
+    ),
+    "batch size": Kind(
+        *("global_batch_size", "16", "524_288 tokens", {"5e8 tokens": 16, 0: 8}, "{0: 4, 2 epochs: 64 tokens}"),
+        (None, 16, "524288 tokens", {"0": 8, "500000000 tokens": 16}, {"0": 4, "2 epochs": "64 tokens"}),
     ),
     "mapping": Kind(
         *("compile", "{mode: default}", "blocks", {"dynamic": True}, "{fullgraph: true}"),

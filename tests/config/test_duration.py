@@ -152,3 +152,40 @@ def test_state() -> None:
     assert first.due(2, None, 1.0)
     second.load_state_dict(first.state_dict())
     assert not second.due(2, None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "unit", "value"),
+    [
+        ("2e9 tokens", "tokens", 2_000_000_000),
+        ("524_288 tokens", "tokens", 524_288),
+        ("1 token", "tokens", 1),
+        ("5E8tok", "tokens", 500_000_000),
+        ("1e6 samples", "samples", 1_000_000),
+        ("1.5e3 sample", "samples", 1500),
+        ("9007199254740993 tokens", "tokens", 9007199254740993),
+        ("1e3 steps", "steps", 1000),
+        ("5e-1 epochs", "epochs", 0.5),
+        ("1e1 min", "seconds", 600),
+        (Duration("tokens", 5.0), "tokens", 5),
+    ],
+)
+def test_samples_and_tokens(given: object, unit: str, value: float) -> None:
+    test_accepted_forms(given, unit, value)
+    assert parse(str(parse(given))) == parse(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("1.5 tokens", "1.5 tokens: there is no fraction of a token"),
+        ("1e-1 samples", "0.1 samples: there is no fraction of a sample"),
+        ("1e999 tokens", "a duration is a number from 0 to"),
+        ("2e9", "has no unit"),
+        ("e9 tokens", "not a duration"),
+        ("3 toknes", "did you mean 'tokens'"),
+        ("-2 tokens", "not a duration"),
+    ],
+)
+def test_refused_samples_and_tokens(given: str, message: str) -> None:
+    test_refused_forms(given, ValueError, message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from engine.config.kinds import (
     Maximum,
     PrecisionName,
     Recomputation,
+    RunName,
     Schedule,
     StrategyName,
     Time,
@@ -61,6 +63,8 @@ def test_what_a_kind_accepts_and_completes_follows_from_its_arguments(
     [
         (Word("no", "yes"), "no", "no"),
         (Folder(), "2024", "2024"),
+        (RunName(), "1e-3", "1e-3"),
+        (RunName(), "null", None),
         (Time(), "10:00", "10:00"),
         (PrecisionName(), "{name: no, x: yes}", {"name": "no", "x": True}),
         (Flag(), "1", True),
@@ -74,6 +78,36 @@ def test_what_a_kind_accepts_and_completes_follows_from_its_arguments(
 def test_yaml_is_read_by_the_kind(kind: Kind, text: str, value: Any) -> None:
     found = kind.from_yaml(compose(text, SafeLoader))
     assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        *((text, "it is empty") for text in ("", "  ")),
+        *((text, "it has a slash, and a name is one folder") for text in ("a/b", "/a", "a/", "../a", "a\\b", "s3://b")),
+        *((text, "it begins with '.'") for text in (".", "..", "...", ".a")),
+        *((text, f"it begins with {text[0]!r}") for text in ("-x", "~a")),
+        *((text, "it begins or ends with a space") for text in (" a", "a ", "a\n")),
+        *(
+            (text, "it has characters that cannot be printed")
+            for text in ("a\nb", "a\0b", "a\x1b[2Jb", "a\u202eb", "a\ud800b")
+        ),
+        *((text, "it has more than 200 bytes") for text in ("a" * 201, "ü" * 101)),
+        *(
+            (text, "later runs of one name get such an ending")
+            for text in ("version_0", "version_12", "a_version_1", "Version_3")
+        ),
+        *(
+            (text, "a run without a name keeps something else")
+            for text in ("checkpoints", "Checkpoints", "run.json", "hang")
+        ),
+    ],
+)
+def test_a_name_is_that_of_one_folder(value: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^name={re.escape(repr(value))} is not possible: {re.escape(reason)}"):
+        RunName().normalized("name", value)
+    with pytest.raises(TypeError, match=r"^name=3 is of type int: give a name such as 'lr=0\.1'"):
+        RunName().normalized("name", 3)
 
 
 def test_nothing_and_callbacks_are_no_yaml() -> None:
@@ -117,6 +151,7 @@ def test_the_mapping_is_a_copy_all_the_way_down() -> None:
         (Maximum(none="no clipping"), [None, 0, 1, 0.5]),
         (Recomputation(), [None, True, "full", 2]),
         (Folder(), ["~", Path("a")]),
+        (RunName(), [None, "lr=0.1", "ünter 3", "a..b"]),
         (PrecisionName(), ["no", 16, {"name": "fp8", "recipe": "rowwise"}]),
         (Schedule(), [3, {4: 2, 0: 1}]),
     ],

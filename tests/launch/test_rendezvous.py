@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.ranks import PATIENCE_S
-from support.threads import Planted, fails, failure_of, wait_for
+from support.threads import Planted, fails, failure_of
 
 from engine.launch import rendezvous
 from engine.launch.rendezvous import Machines, bounded
@@ -37,16 +38,19 @@ def test_an_error_in_the_watch_over_machines_is_reported(
 def test_the_watch_over_machines_goes_on_after_an_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answers: list[Any] = [TypeError("planted"), TypeError("planted"), 3]
+    answers, noted = iter([TypeError("planted"), TypeError("planted"), 3]), threading.Event()
 
     def waiting() -> int:
-        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        answer = next(answers, None)
         if isinstance(answer, Exception):
             raise answer
-        return int(answer)
+        if answer is None:  # the 3 has been noted
+            noted.set()
+        return 3
 
     machines = watched(monkeypatch, waiting)
-    wait_for(lambda: machines.machines_waiting == 3)
+    assert noted.wait(PATIENCE_S)
+    assert machines.machines_waiting == 3
     machines._stop_watching()
     told = failure_of(caplog, "fit-waiting")
     assert told.startswith("the thread fit-waiting has failed with TypeError: planted; it goes on")

@@ -8,7 +8,10 @@ import pytest
 from support.ranks import PATIENCE_S, clean_environment, run_script
 from support.threads import fails, failure_of
 
+from engine.distributed import failures
 from engine.launch import script_ranks
+from engine.launch.supervisor import CommandRank
+from engine.utils.errors import RankError
 
 # What Fit does around a run, and a fault on one rank: the script's first argument names it.
 SCRIPT = """
@@ -464,3 +467,15 @@ def test_an_error_in_the_thread_that_ends_ranks_is_reported(tmp_path, monkeypatc
     script_ranks.ScriptRanks(None, [], tmp_path)
     told = failure_of(caplog, "fit-ranks", "fit-terminate")
     assert told.endswith("has failed with Planted: on purpose; the other ranks may have to be ended by hand")
+
+
+def test_rank_0_waits_for_a_rank_that_ends_with_its_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(script_ranks, "CAUSE_S", 0.0)
+    with subprocess.Popen(["sh", "-c", "sleep 0.5; exit 1"]) as process:
+        rank = CommandRank(1, 1, process, tmp_path / "1.json")
+        failures.record(ValueError("the cause"), rank.error_file)
+        ranks = script_ranks.ScriptRanks(None, [rank], tmp_path)
+        with pytest.raises(RankError, match=r"rank 1 failed with exit code 1\.[\s\S]*ValueError: the cause"):
+            ranks.fail(RuntimeError("[gloo/pair.cc:553] Connection closed by peer"))
+        for thread in ranks._threads:
+            thread.join(PATIENCE_S)

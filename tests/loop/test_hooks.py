@@ -69,3 +69,40 @@ def test_a_wrapper_gets_each_hook_with_its_name() -> None:
     ]
     assert seen[0] == "[Callback]Counts.on_train_batch_end"
     assert seen[1] == "[TrainModule]Module.on_train_start"
+
+
+def test_late_hooks_take_the_places_of_their_owners() -> None:
+    class Named(Callback):
+        """All have one name, so that only the order of the callbacks tells them apart."""
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    class Saves(Named):
+        runs_last = True
+
+    def hook_of(name: str) -> Any:
+        return lambda *args: called.append(name)
+
+    def order() -> list[str]:
+        called.clear()
+        for hook in hooks.on_train_start:
+            hook("run", "module")
+        return list(called)
+
+    called: list[str] = []
+    first, second, last, module = Named("first"), Named("second"), Saves("last"), Weight()
+    owners: list[Any] = [first, second, last]
+    second.on_train_start = hook_of("second")  # type: ignore[method-assign]
+    hooks = table(*owners, module=module)
+    hooks.add("on_train_start", "added", hook_of("added"))
+    hooks.wrap(lambda name, hook: lambda *args: (called.append("wrapped"), hook(*args)))
+    for owner, name in ((last, "last"), (module, "module"), (first, "first")):
+        owner.on_train_start = hook_of(name)
+    hooks.take_late(owners, module)
+    expected = ["first", "second", "module", "last", "added"]
+    assert order() == [text for name in expected for text in ("wrapped", name)]
+    second.on_train_start = None  # type: ignore[method-assign,assignment]
+    del last.on_train_start
+    hooks.take_late(owners, module)
+    assert order()[1::2] == ["first", "module", "added"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.utils.data import DataLoader
 
-from engine import TrainModule
+from engine import TrainModule, lr_schedule
 
 STEPS = 6
 
@@ -231,3 +231,77 @@ def test_settings_without_effect_are_refused(tmp_path: Path) -> None:
     for name, value in (("accumulate_grad_batches", 2), ("gradient_clip_val", 1.0), ("global_batch_size", 4)):
         with pytest.raises(ValueError, match=f"{name}={value}.* has no effect with automatic_optimization=False"):
             fit(tmp_path, **{name: value}).run(One(), ones(1))
+
+
+class Scheduled(Gan):
+    """A GAN whose schedules step once per batch."""
+
+    def configure_optimizers(self) -> Any:
+        self.stepped = super().configure_optimizers()
+        self.total = self.run.total_steps
+        return self.stepped, [lr_schedule(o, "linear", warmup=0.2, total_steps=self.total) for o in self.stepped]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "per_batch", "batches"),
+    [
+        ({"max_epochs": 2}, None, 2 * STEPS),
+        ({"max_steps": 9}, 2, 5),  # the fifth batch is a whole one: 10 steps
+        ({"max_steps": 9, "max_epochs": 1}, 2, 5),
+        ({"max_steps": 30, "max_epochs": 2}, 2, 2 * STEPS),
+        ({"max_duration": "9 steps"}, 2.0, 5),
+        ({"max_duration": "32 samples"}, None, 4),
+        ({"max_duration": "0.5 epochs"}, None, STEPS // 2),
+        ({"max_epochs": 1, "limit_train_batches": 4}, None, 4),
+    ],
+)
+def test_total_steps_are_the_batches_of_steps_of_ones_own(
+    tmp_path: Path, settings: dict[str, Any], per_batch: float | None, batches: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Scheduled()
+    module.steps_per_batch = per_batch
+    result = fit(tmp_path, **settings).run(module, DataLoader(data(), batch_size=8))
+    assert (module.total, result.step) == (batches, 2 * batches)
+    assert [o.param_groups[0]["lr"] for o in module.stepped] == [0.0, 0.0]  # the end of the schedule is that of the run
+    assert "steps_per_batch" not in caplog.text
+
+
+def test_steps_of_several_optimizers_per_batch_must_be_known(tmp_path: Path) -> None:
+    module = Scheduled()
+    before = [p.clone() for p in module.parameters()]
+    with pytest.raises(ValueError, match=r"2 optimizers .* max_steps=9, .*set Scheduled.steps_per_batch, to 2 if"):
+        fit(tmp_path, max_steps=9, max_epochs=9).run(module, DataLoader(data(), batch_size=8))
+    assert all(map(torch.equal, module.parameters(), before))
+    module = Scheduled()
+    module.steps_per_batch = 0
+    with pytest.raises(ValueError, match="steps_per_batch=0: must be a number above 0"):
+        fit(tmp_path, max_steps=9).run(module, DataLoader(data(), batch_size=8))
+    assert (
+        fit(tmp_path, max_steps=3).run(Gan(), DataLoader(data(), batch_size=8)).step == 4
+    )  # nothing asks for the length
+
+
+@pytest.mark.parametrize(("declared", "steps", "told", "batches"), [(None, 2, 6, 3), (1.5, 1, 4, 6), (0.5, 1, 12, 6)])
+def test_a_wrong_number_of_steps_per_batch_is_told(
+    tmp_path: Path, declared: float | None, steps: int, told: int, batches: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Repeated(One):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            for _ in range(steps):
+                super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            self.total = self.run.total_steps
+            return super().configure_optimizers()
+
+    module = Repeated()
+    module.steps_per_batch = declared
+    fit(tmp_path, max_steps=6).run(module, ones(20))
+    assert module.total == told
+    assert f"after {batches} batches, and run.total_steps had said {told}" in caplog.text
+    assert f"set Repeated.steps_per_batch, which is {steps} here" in caplog.text

@@ -13,7 +13,7 @@ from support.ranks import ranks_of_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import ModelCheckpoint
+from callbacks import EMA, EarlyStopping, ModelCheckpoint
 from engine import Callback, CheckError, Engine, Fit, TrainModule
 
 STEPS = 40
@@ -189,6 +189,8 @@ def unlike(difference: str, strategy: str) -> str:
     module, rank = Net(), int(os.environ["RANK"])
     if rank and difference == "frozen":
         module.first.bias.requires_grad_(False)
+    elif difference == "dropout":
+        module.second = nn.Sequential(module.second, nn.Dropout((0.1, 0.2)[rank]))  # type: ignore[assignment]
     elif rank:
         module.second = nn.Linear(3, 2)
     try:
@@ -237,6 +239,43 @@ def rank_validations() -> str:
 
 def rank_checkpoint_callback() -> str:
     return differing(callbacks=([], [ModelCheckpoint()]))
+
+
+def rank_checkpoint_interval() -> str:
+    return differing(callbacks=([ModelCheckpoint(every=2)], [ModelCheckpoint(every=3)]))
+
+
+def rank_stopping_argument() -> str:
+    stops = [EarlyStopping("loss", patience=patience) for patience in (1, 2)]
+    return differing(callbacks=([ModelCheckpoint(), stops[0]], [ModelCheckpoint(), stops[1]]))
+
+
+def rank_average() -> str:
+    """A user's class, with a value of the rank."""
+
+    class Own(EMA):
+        rank = os.environ["RANK"]
+
+    return differing(callbacks=([Own(0.5)], [Own(0.6)]))
+
+
+def rank_folder() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return differing(callbacks=([ModelCheckpoint(dirpath=f"{folder}/0")], [ModelCheckpoint(dirpath=f"{folder}/1")]))
+
+
+def rank_validation_on_one_rank() -> str:
+    rank = int(os.environ["RANK"])
+    loader = DataLoader(TensorDataset(torch.ones(8, 3)), 1)
+    try:
+        Fit(max_epochs=1, accelerator="cpu").run(Net(), loader, loader if rank == 0 else None)
+    except CheckError as error:
+        return str(error)
+    return "no error"
+
+
+def rank_dropout_before_ddp() -> str:
+    return unlike("dropout", "ddp")
 
 
 def rank_own_callback() -> str:
@@ -323,6 +362,18 @@ RATE = "optimizer 0, group 0, lr: rank 0 has 0.1, rank 1 has 0.2"
         ("validations", "val_every: rank 0 has 1 epochs, rank 1 has 5 steps"),
         ("checkpoint_callback", "callbacks that all ranks need: rank 0 has none, rank 1 has ModelCheckpoint"),
         ("own_callback", "no error"),
+        ("checkpoint_interval", "ModelCheckpoint.every: rank 0 has 2 steps, rank 1 has 3 steps"),
+        ("stopping_argument", "EarlyStopping (1).patience: rank 0 has 1, rank 1 has 2"),
+        ("average", "Own.decay: rank 0 has 0.5, rank 1 has 0.6"),
+        ("folder", "no error"),
+        (
+            "validation_on_one_rank",
+            "the validation loaders differ between the ranks:\n  number: rank 0 has 1, rank 1 has 0",
+        ),
+        (
+            "dropout_before_ddp",
+            "layer second.1: rank 0 has Dropout(p=0.1, inplace=False), rank 1 has Dropout(p=0.2, inplace=False)",
+        ),
         ("engine_settings", "precision: rank 0 has 32-true, rank 1 has bf16-mixed"),
         ("engine_rate", RATE),
         ("engine_rate_fsdp", RATE),

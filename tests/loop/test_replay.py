@@ -92,6 +92,20 @@ def test_a_step_is_the_recorded_one(tmp_path: Path, window: int) -> None:
     assert sorted(path for path in tmp_path.rglob("*") if "replay" not in path.parts) == before
 
 
+class Asks(Seen):
+    """Asks to stop after the third step."""
+
+    def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if run.step == 3:
+            run.stop("enough")
+
+
+def test_a_stop_that_waits_does_not_end_a_replay(tmp_path: Path) -> None:
+    seen = Asks()
+    made = trained(tmp_path, seen, min_steps=5)
+    assert made.replay(Net(), data(), run=tmp_path, step=5).losses == [seen.losses[5]]
+
+
 def by_sampler(kind: str) -> Any:
     dataset, generator = data().dataset, torch.Generator().manual_seed(5)
     sampler = WeightedRandomSampler([1.0 + index for index in range(24)], 24, generator=generator)
@@ -190,7 +204,7 @@ def test_what_cannot_be_replayed_is_said(tmp_path: Path) -> None:
             made.replay(Net(), data(), run=tmp_path, step=step)  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match=r"step=00000003 is not from before step 2: give the run's folder"):
         made.replay(Net(), data(), run=tmp_path / "checkpoints" / "step=00000003", step=2)
-    with pytest.raises(FileNotFoundError, match="nowhere is not a checkpoint"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist or is empty. .* seed"):
         made.replay(Net(), data(), run=tmp_path / "nowhere", step=2)
     with pytest.raises(ValueError, match="the run ends at step 16: max_epochs=2 was reached before"):
         made.replay(Net(), data(), run=tmp_path, step=17)
@@ -402,3 +416,35 @@ def test_callbacks_that_a_replay_leaves_out_cause_no_warning(tmp_path: Path, cap
     caplog.clear()
     made.replay(Net(), data(), run=tmp_path, step=4)
     assert not [record.message for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("saves", ["checkpoints", "a log", "nothing", "no seed"])
+def test_the_error_of_a_nan_names_the_step_and_what_repeats_it(tmp_path: Path, saves: str, window: int) -> None:
+    callbacks = {"checkpoints": [ModelCheckpoint(every="1 steps")], "a log": [JSONLLogger()]}.get(saves, [])
+    seed = None if saves == "no seed" else 7
+    made = fit(tmp_path, seed=seed, on_nonfinite="raise", accumulate_grad_batches=window, callbacks=callbacks)
+    seen = Seen()
+    with pytest.raises(FloatingPointError) as raised:
+        fit(tmp_path / "samples", seed=seed, on_nonfinite="raise", callbacks=seen).run(Net(poison=5), data())
+    micro_batch = next(step for step, samples in seen.samples.items() if 5 in samples) - 1
+    assert f"in step {micro_batch + 1} (epoch 0, micro-batch {micro_batch}); first in: " in str(raised.value)
+    with pytest.raises(FloatingPointError) as raised:
+        made.run(Net(poison=5), data())
+    text = str(raised.value)
+    if seed is None:  # another order of the samples
+        assert text.endswith(
+            "neither a checkpoint from before it nor a seed: train with Fit(seed=), or save with ModelCheckpoint(every=...)"
+        )
+        return
+    step, first = micro_batch // window + 1, micro_batch // window * window
+    places = {1: f"micro-batch {micro_batch}", 3: f"micro-batches {first} to {min(first + 2, 7)}"}
+    assert text.startswith(
+        f"a gradient is not finite (on_nonfinite='raise') in step {step} (epoch 0, {places[window]})"
+    )
+    wrote = saves == "a log" or (saves == "checkpoints" and step > 1)
+    run = str(tmp_path) if wrote else None
+    call = f"Fit.replay(module, loader, {'' if run is None else f'run={run!r}, '}step={step})"
+    assert call in text
+    assert (f"fit replay {tmp_path} --step {step} --target" in text) is (run is not None)
+    assert made.replay(Net(poison=5), data(), run=run, step=step).nonfinite is not None

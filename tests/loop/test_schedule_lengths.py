@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim.lr_scheduler import LRScheduler
 
 from callbacks import ModelCheckpoint
-from engine import Resume
+from engine import Resume, lr_schedule
 
 STEPS = 3
 """Steps of an epoch."""
@@ -75,6 +75,10 @@ SCHEDULES: dict[str, tuple[Callable[[Any, int], Any], str]] = {
     "partial": (
         lambda o, n: schedules.LambdaLR(o, functools.partial(cosine, total=n)),
         "the functions of LambdaLR are those of configure_optimizers",
+    ),
+    "named": (
+        lambda o, n: lr_schedule(o, "cosine", total_steps=n)["scheduler"],
+        "the length and warm-up of lr_schedule are those of configure_optimizers, because a checkpoint has none, and give lr=0.5 at its step 6",
     ),
     "one cycle": (lambda o, n: schedules.OneCycleLR(o, 1.0, n), "total_steps=6, behind which it cannot step"),
 }

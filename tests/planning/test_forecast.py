@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import ModelCheckpoint
-from engine import Fit, TrainModule
+from engine import Fit, Packed, TokenBudget, TrainModule
 
 WIDTH = 6
 
@@ -54,6 +55,52 @@ def test_the_bytes_of_a_checkpoint_are_those_of_a_real_one(tmp_path: Path) -> No
     (folder,) = (tmp_path / "checkpoints").glob("step=*")
     assert plan.checkpoint_bytes == bytes_in(folder / "model") + bytes_in(folder / "optim")
     assert plan.checkpoint_files == len([file for file in folder.rglob("*") if file.is_file()])
+
+
+def test_each_stage_of_batch_sizes_has_its_time() -> None:
+    """Epochs of 40 rows: 3 steps of 8, one of 16; then 16, 16 and the 8 that are left."""
+    sizes: Any = {0: 8, "24 samples": 16}
+    fit = Fit(accelerator="cpu", max_epochs=2, global_batch_size=sizes, log_every_n_steps=0)
+    plan = fit.plan(Net(), rows(40, 4), world_size=1, device="cpu")
+    stages = plan.as_json()["data"]["stages"]
+    assert [(stage["start"], stage["steps"], stage["samples_per_step"]) for stage in stages] == [
+        ("the start", 3, 8),
+        ("24 samples", 1 + 3, 16),
+    ]
+    assert stages[1]["step_s"] == pytest.approx(2 * stages[0]["step_s"]) == pytest.approx(plan.step_seconds)
+    assert (
+        plan.total_seconds
+        == pytest.approx(sum(stage["seconds"] for stage in stages))
+        == pytest.approx(5.5 * plan.step_seconds)
+    )
+    assert "from 24 samples" in str(plan)
+    json.dumps(plan.as_json())
+
+
+class Reads(Net):
+    """Notes the shapes of its rows of tokens; a plan copies the module."""
+
+    shapes: ClassVar[set[tuple[int, ...]]] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.shapes.add(tuple(batch["input_ids"].shape))
+        return self.net(batch["input_ids"].float().mean().expand(2, WIDTH)).square().mean()
+
+
+def test_the_longest_rows_of_a_schedule_are_planned_and_batches_of_a_budget() -> None:
+    fit = Fit(accelerator="cpu", max_epochs=1, log_every_n_steps=0)
+    documents = [[1, 2, 3, 4]] * 6
+    budget = TokenBudget([4] * 6, 8)
+    loaders: dict[Any, Any] = {
+        (2, 4): DataLoader(Packed(documents, {0: 2, "8 samples": 4}), batch_size=2),
+        (2, 1): DataLoader(
+            documents, batch_sampler=budget, collate_fn=lambda rows: {"input_ids": torch.ones(len(rows), 1)}
+        ),  # type: ignore[arg-type]
+    }
+    for shape, loader in loaders.items():
+        Reads.shapes.clear()
+        fit.plan(Reads(), loader, world_size=1, device="cpu")
+        assert Reads.shapes == {shape}
 
 
 @pytest.mark.parametrize("above", [0, 1])

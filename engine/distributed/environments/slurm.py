@@ -78,7 +78,8 @@ class Slurm:
 
 
 def why_no_task(environ: Mapping[str, str]) -> str | None:
-    """Why this process counts as a single one; empty if it is not in a SLURM job; ``None`` if it is one of several tasks started by ``srun``."""
+    """The reason why this process counts as a single one; empty if it is not in a SLURM job; ``None`` if it is one of several tasks started by
+    ``srun``."""
     if not environ.get("SLURM_JOB_ID"):
         return ""
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
