@@ -11,7 +11,7 @@ from setuptools.command.sdist import sdist
 
 
 class CleanBuild(build):
-    """Starts from an empty ``build_lib``: what lies there from an earlier build, such as a module that was deleted since, would be packed again."""
+    """Starts from empty folders: setuptools would pack what an earlier build has left there, such as a module that was deleted since."""
 
     def run(self) -> None:
         for folder in (self.build_lib, self.build_scripts):
@@ -21,7 +21,7 @@ class CleanBuild(build):
 
 
 class PackagesOnly(sdist):
-    """Without ``tests/test_*.py``, which setuptools adds although the modules and the data that they use are not there."""
+    """Leaves out ``tests/test_*.py``, which setuptools adds without the modules and the data that they use."""
 
     def make_distribution(self) -> None:
         self.filelist.prune("tests")

@@ -103,6 +103,10 @@ def test_an_optimizer_over_nothing_is_an_error() -> None:
         ({"accelerator": "gpuu"}, "accelerator='gpuu' is unknown; did you mean 'gpu'"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore' is unknown; possible: 'raise' or 'skip', or None"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0 must be an int of at least 1"),
+        (
+            {"accumulate_grad_batches": {0: 1, 5: 2}},
+            "For a schedule, set engine.accumulate_grad_batches in your loop before each pass",
+        ),
         ({"accumulate_grad_batches": True}, "accumulate_grad_batches=True must be"),
         ({"accumulate_grad_batches": 2.0}, "accumulate_grad_batches=2.0 must be"),
     ],
@@ -356,6 +360,32 @@ def test_backward_takes_torchs_arguments() -> None:
     engine.backward((model(torch.ones(1, 1)) + other(torch.ones(1, 1))).mean(), inputs=[other.weight])
     assert model.weight.grad.item() == 6.0
     assert other.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_gradients_of_a_pass_that_creates_a_graph_can_be_differentiated() -> None:
+    """The loss is x**3 / 2, of two micro-batches: the gradient of both is 3 x**2 / 2 * 2, its derivative 6 x."""
+    engine = Engine(accelerator="cpu", accumulate_grad_batches=2)
+    model = torch.nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(2.0)
+    prepared, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    for _ in range(2):
+        with engine.accumulate(prepared):
+            engine.backward(prepared(torch.ones(1, 1)).pow(3).mean(), create_graph=True)
+    assert model.weight.grad is not None
+    assert model.weight.grad.item() == pytest.approx(12.0)
+    (second,) = torch.autograd.grad(model.weight.grad.sum(), [model.weight])
+    assert second.item() == pytest.approx(12.0)
+    optimizer.zero_grad()
+    with (
+        engine.accumulate(prepared),
+        pytest.raises(RuntimeError, match="several micro-batches divides the gradients of Loss"),
+    ):
+        engine.backward(Loss(prepared(torch.ones(1, 1)).sum(), 1), create_graph=True)
+    half = Engine(accelerator="cpu", precision="16-mixed")
+    model = half.prepare(torch.nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match="divided by the loss scale at the step"):
+        half.backward(model(torch.ones(1, 1)).sum(), create_graph=True)
 
 
 def test_no_sync_is_neutral_alone() -> None:

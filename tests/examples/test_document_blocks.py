@@ -16,7 +16,9 @@ from support.ranks import PATIENCE_S, clean_environment, forkserver
 
 RUNNER = documents.__code__.co_filename
 DOCUMENTS = {str(path.relative_to(ROOT)): path for path in documents()}
-BLOCKS = {name: blocks_of(path.read_text()) for name, path in DOCUMENTS.items() if not name.startswith(".github")}
+_ELSEWHERE = (".github", "engine/data/sources.md")
+"""Documents whose blocks another test runs: those of the recipes over data, each alone."""
+BLOCKS = {name: blocks_of(path.read_text()) for name, path in DOCUMENTS.items() if not name.startswith(_ELSEWHERE)}
 RUN = [name for name, blocks in BLOCKS.items() if any(block.language != "text" for block in blocks)]
 _SLOW_CHAPTERS = ("checkpoint", "config", "launch", "planning", "strategies")
 SLOW = (

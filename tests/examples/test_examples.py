@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,40 @@ def test_gpt_for_a_few_steps(tmp_path):
     text = run(tmp_path, EXAMPLES / "gpt.py", "--max-steps", 4)
     assert re.search(r"[\d,]+ tokens/s", text)
     assert float(re.search(r"([\d.]+) bits per byte", text)[1]) < 8
+
+
+@pytest.mark.slow
+def test_texts_to_a_model_killed_on_two_processes_and_continued_on_one(tmp_path):
+    def last_line(text):
+        found = re.search(r"([\d.]+) bits per byte after (\d+) rows of modules, (\d+) rows of packages\n$", text)
+        assert found, text
+        return [float(value) for value in found.groups()]
+
+    def saved_steps():
+        return [int(file.parent.name.removeprefix("step=")) for file in folder.glob("runs/**/step=*/manifest.json")]
+
+    script, folder = EXAMPLES / "pretrain.py", tmp_path / "killed"
+    folder.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, script, "--devices", "2", "--max-steps", "1000"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        while process.poll() is None and max(saved_steps(), default=0) < 10:
+            time.sleep(0.05)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    steps = max(saved_steps()) + 10
+    continued = last_line(run(folder, script, "--devices", 1, "--max-steps", steps, "--resume"))
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = last_line(run(tmp_path / "undisturbed", script, "--devices", 1, "--max-steps", steps))
+    assert continued[1:] == undisturbed[1:]
+    assert sum(continued[1:]) == 16 * steps
 
 
 @pytest.mark.slow

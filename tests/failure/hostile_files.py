@@ -43,7 +43,7 @@ from support.checkpoints import record_of, resummed
 from support.internals import write_folders
 
 from callbacks import ModelCheckpoint, write_report
-from callbacks.report.runs import logged_at
+from callbacks.report.runs import logged_until
 from engine import Fit, TrainModule
 from engine.checkpoint.one_file import pack_folder
 from engine.cli.main import main
@@ -784,7 +784,7 @@ DOORS = {
         "x",
         [
             lambda path: write_report([path], path / "page.html"),
-            lambda path: logged_at(path, 1),
+            lambda path: logged_until(path, 1),
             lambda path: told("list", path),
         ],
     ),

@@ -126,6 +126,7 @@ def test_a_machine_that_is_drained_saves_and_the_other_goes_on(tmp_path: Path) -
     port = free_port()
     options = (
         *TWO,
+        *("--join-wait", 15),  # the second machine starts within, on a machine that does much else
         "--rdzv",
         f"127.0.0.1:{port}",
         *arguments(tmp_path, root, SAME, {2: 1, 1: 2}, pause={1: 0.05, 2: 0.05}),

@@ -114,7 +114,7 @@ USERS_CALLABLES = _words(
 )
 """Fields that hold a function of the user's, or the one function that an object exists to call."""
 
-DOORS = ("engine.interop", "engine.huggingface", "engine.launch", "engine.cli.main", "engine.compat")
+DOORS = ("engine.interop", "engine.huggingface", "engine.launch", "engine.cli.main", "engine.compat", "engine.losses")
 """Modules with public names beside ``engine`` and ``callbacks``."""
 
 ANNEXES_TESTS = ("compat/", "interop/", "huggingface/", "migrate/", "planning/", "cli/", "strategies/deepspeed_zero/")

@@ -28,7 +28,7 @@ EXPORTED = [
     (module, name)
     for module in MODULES
     for name in importlib.import_module(module).__all__
-    if name not in ("__version__", "launch")
+    if name not in ("__version__", "launch", "losses", "optim")
 ]
 
 

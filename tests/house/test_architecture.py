@@ -23,11 +23,11 @@ PROMISES = (
 
 LIMITS = dict.fromkeys(PROMISES, 0) | {
     "callables": 20,
-    "run_assignments": 8,
+    "run_assignments": 7,
     "names": 10,
-    "tests_reach": 130,
+    "tests_reach": 126,
     "units_by_name": 110,
-    "closure": 210,
+    "closure": 214,
     "walk frames": 6,
     "walk window": 70,
     "any by type": 5,

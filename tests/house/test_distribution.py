@@ -87,6 +87,18 @@ def test_the_lower_ends_that_a_job_installs_are_those_of_the_ranges() -> None:
         assert (pinned[name] + ".").startswith(bound[1] + "."), name
 
 
+def test_the_torch_versions_between_the_lowest_and_the_newest_run_every_week() -> None:
+    lowest, above = map(int, re.findall(r"torch>=2\.(\d+),<2\.(\d+)", (ROOT / "setup.cfg").read_text())[0])
+    weekly = yaml.safe_load((ROOT / ".github" / "workflows" / "weekly.yml").read_text())
+    assert "schedule" in weekly[True]  # YAML 1.1 reads the key "on" as a truth value
+    job = weekly["jobs"]["torch"]
+    assert job["strategy"]["matrix"]["torch"] == [f"2.{minor}.0" for minor in range(lowest + 1, above - 1)]
+    (command,) = (step["run"] for step in job["steps"] if "run" in step)
+    script, version = command.removeprefix("python ").split(maxsplit=1)
+    assert (ROOT / script).is_file()
+    assert version == '"${{ matrix.torch }}"'
+
+
 def steps(workflow: dict[str, Any]) -> list[dict[str, Any]]:
     return [step for job in workflow["jobs"].values() for step in job.get("steps", [])]
 

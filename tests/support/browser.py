@@ -95,7 +95,8 @@ class Browser:
         )
         self.evaluate("new Promise(resolve => setTimeout(resolve, 50))")
         found: bool = self.evaluate(
-            "window.hit === undefined && document.title !== 'hit' && !document.querySelector('img, iframe, a:not(.skip), [onload], [onfocus]')"
+            "window.hit === undefined && document.title !== 'hit'"
+            " && !document.querySelector('img, iframe, a:not(.skip, [download]), [onload], [onfocus]')"
         )
         return found
 
@@ -148,7 +149,7 @@ class Browser:
 
     def press(self, key: str) -> None:
         """Press a key."""
-        text = {"text": key} if len(key) == 1 else {}
+        text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 

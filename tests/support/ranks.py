@@ -34,7 +34,8 @@ TESTS = ROOT / "tests"
 PATIENCE_S = 300.0
 """How long ranks may take when nothing is wrong (s): importing torch alone takes a minute on a machine with a load of 20."""
 
-# Variables of a launcher around the tests must not reach the ranks, nor pytest's own (a script that starts ranks refuses pytest).
+# Variables of a launcher around the tests must not reach the ranks, nor pytest's own (a script that starts ranks refuses pytest), nor the debugger
+# that Ray names when a test imports it.
 _FOREIGN = (
     *(
         "RANK",
@@ -48,7 +49,18 @@ _FOREIGN = (
         "FIT_",
         "PYTEST_",
     ),
-    *("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_", "PET_", "KUBERNETES_", "RAY_ADDRESS", "NODE_RANK"),
+    *(
+        "OMPI_",
+        "PMI_",
+        "PMIX_",
+        "MPI_LOCAL",
+        "MV2_",
+        "PET_",
+        "KUBERNETES_",
+        "RAY_ADDRESS",
+        "NODE_RANK",
+        "PYTHONBREAKPOINT",
+    ),
 )
 
 _TRITON = re.compile(r"nanobind: leaked .*?refleaks\.html\n?", re.DOTALL)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,15 +18,12 @@ def fails(*arguments: Any, **settings: Any) -> Any:
     raise Planted("on purpose")
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def failure_of(caplog: pytest.LogCaptureFixture, *names: str) -> str:
-    """The one message that is logged, once threads of these names have ended."""
-    wait_for(lambda: not any(thread.name in names for thread in threading.enumerate()))
+    """The one message that is logged, once threads of these names have ended. A thread that another one starts comes after it."""
+    for name in names:
+        for thread in threading.enumerate():
+            if thread.name == name:
+                thread.join(PATIENCE_S)
+                assert not thread.is_alive()
     (message,) = [record.getMessage() for record in caplog.records]
     return message

@@ -9,7 +9,7 @@ from pathlib import Path
 import engine
 from engine.compat.names import ATTRIBUTES
 
-MODULES = ("engine", "engine.launch", "callbacks")
+MODULES = ("engine", "engine.launch", "callbacks", "engine.losses", "engine.optim")
 
 
 def build(directory: Path) -> None:
@@ -23,7 +23,9 @@ def build(directory: Path) -> None:
         for name in names:
             delattr(getattr(engine, owner), name)
     pdoc.render.configure(docformat="google")
-    pdoc.pdoc(*MODULES[::2], r"!engine\.(?!launch$)", r"!callbacks\.", output_directory=directory)
+    pdoc.pdoc(
+        "engine", "callbacks", r"!engine\.(?!(launch|losses|optim)$)", r"!callbacks\.", output_directory=directory
+    )
 
 
 if __name__ == "__main__":

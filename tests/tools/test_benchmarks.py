@@ -37,15 +37,19 @@ PROGRAMS = {
     ),
     "first_step.py": Smallest("Fit", r"\[\d\S+, \d\S+\]"),
     "fixed_costs.py": Smallest("--smallest", r"a removal with 10 kept +[\d.]+ ms"),
+    "losses.py": Smallest("--rounds 1 --sizes 500x100x16", r"ours +\d+ MiB"),
     "migrate_coverage.py": Smallest("--demos --check", r"lightning's demos", "lightning"),
+    "mixtures.py": Smallest("--rounds 1", r"Mixture, 10\^6 samples +[\d.]+ us a sample"),
     "overhead.py": Smallest(
         "--no-peers --rounds 1 --steps 10 --case plain --case 'DDP tiny'", r"DDP tiny +│ +[\d.]+ │"
     ),
+    "packing.py": Smallest("--rounds 1 --samples 100000", r"TokenFile, us a sample +[\d.]+"),
     "planning.py": Smallest("--model tiny --ranks 8", r"8 │ +[\d.]+ s │"),
     "published_modules.py": Smallest("boring_datamodule_no_len --errors", r"1 of 1 with weights equal", "lightning"),
     "startup.py": Smallest("--no-peers --rounds 1", r"\+ Fit, to its first step +│ +[\d.]+"),
     "strategies.py": Smallest("--no-peers --rounds 1 --steps 2 --case ddp", r"ddp +│ +[\d.]+ │"),
     "ten_callbacks.py": Smallest("--rounds 1 --steps 10", r"all ten +[+-][\d.]+ us a step"),
+    "whole_tensors.py": Smallest("--width 64 --layers 2 --rounds 1", r"fsdp +[\d.]+ +2 +[\d.]+"),
 }
 ELSEWHERE = {"gpt.py": "tests/gpu/test_benchmark.py"}
 """Programs that another test file runs."""

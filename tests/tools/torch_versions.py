@@ -3,7 +3,8 @@
     python tests/tools/torch_versions.py 2.11.0 2.15.0 --environments /tmp/torch-versions
 
 It makes a virtual environment for each release in that folder, with all that the tests need (5 to 8 GB), and uses it again in the next run.
-Where pip's settings hold torch back, start it with ``PIP_CONFIG_FILE=/dev/null``. CI tests the newest release that its machine has.
+Where pip's settings hold torch back, start it with ``PIP_CONFIG_FILE=/dev/null``. CI tests the lowest and the
+newest release with every change, and those between them once a week (``.github/workflows/weekly.yml``).
 """
 
 from __future__ import annotations

@@ -120,7 +120,10 @@ def check_files(place: Path, reference: Path, found: Found) -> None:
         for each in (place, reference)
         for names in [sorted(str(path.relative_to(each / "root")) for path in (each / "root").rglob("*"))]
     )
-    source = f"checkpoints/step={attempts(place)[-1][0][0]['begin']:08d}"  # what the last attempt continued from stays for the next one
+    last = attempts(place)[-1][0]
+    source = f"checkpoints/step={last[0]['begin']:08d}"  # what the last attempt continued from stays for the next one
+    # Where nothing was left to train, it stays the state before the end of its epoch.
+    ended = f"{source}/state" if len(last) == 1 else None
     beside = sorted(
         name for name in mine.keys() ^ others.keys() if not name.startswith(source) and not ASIDE.fullmatch(name)
     )
@@ -131,6 +134,8 @@ def check_files(place: Path, reference: Path, found: Found) -> None:
     for name, other in others.items():
         path = mine.get(name, other)
         kept = name.split("/")[2:3]
+        if ended is not None and name.startswith(ended):
+            continue
         if kept and kept[0] in ("model", "optim", "state") and path.is_file() and not _alike(path, other):
             found.lose("weights differ", 1, f"{name} is not that of the undisturbed run")
 

@@ -59,7 +59,7 @@ FAULTS = {
     ),
     "stop": Fault(
         "that a stop waits is forgotten", "engine/loop/run_resume.py",
-        "    snapshot.restore_waiting_stops(loaded, own_state)\n", "",
+        "    snapshot.restore_stops(loaded, own_state, [] if ends and _starts_again(run, loaded, how) else ends)\n", "",
     ),
     "removal": Fault(
         "what was still to be removed is forgotten", "engine/loop/run.py",

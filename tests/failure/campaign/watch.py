@@ -24,11 +24,12 @@ PHASES = ("start", "steps", "draft", "commit", "validation", "removal", "end")
 def complete(root: Path) -> int:
     """The newest step whose checkpoint is whole in ``root``, by its files alone; 0: none."""
     found = [0]
-    for path in (root / "checkpoints").glob("step=*"):
+    # One that is saved again stands under another name until the new one has its own: a kill in between leaves it to the next start.
+    for path in [path for name in ("step=*", ".step=*.replaced") for path in (root / "checkpoints").glob(name)]:
         try:
             files = json.loads((path / "manifest.json").read_bytes())["files"]
             if all((path / name).stat().st_size == known["bytes"] for name, known in files.items()):
-                found.append(int(path.name[5:]))
+                found.append(int(path.name.removeprefix(".").removesuffix(".replaced")[5:]))
         except (OSError, ValueError):
             continue  # it is being removed
     return max(found)

@@ -301,8 +301,11 @@ def _by_axis(rules: _Rules, both: tuple[str, str]) -> None:
         when(case.data in BATCHED or case.data == "front", data="sequential")
     if case.closure and whole and rules.case.closure:
         when(True, door="fit", manual="", poison=-1, none=0, schedule="", compiled=False)
-        when(case.precision.endswith("mixed"), precision="64-true")
+        # LBFGS divides by differences of gradients, of which float32's rounding is a large part: a plain loop in float32 is as far off.
+        when(case.precision.endswith("mixed") or case.closure == "lbfgs", precision="64-true")
         when(case.closure != "warmup" and any(map(sharded, both)), closure="warmup")
+        # SAM does not move where gradients are zero, as those of a normalized batch of one are: the library then does not evaluate again.
+        when(case.closure == "sam" and case.body == "batchnorm", body="mlp")
         when(rules.case.closure != "warmup", optimizer="sgd", dropout=False, kernel="", recompute="")
         when(case.optimizer == "two", optimizer="adam")
     else:
@@ -384,8 +387,6 @@ def _by_odd_axis(rules: _Rules, both: tuple[str, str]) -> None:
     if rules.case.filtered:
         when(True, nested=False, by_size=False, drop_last=False, none=0, poison=-1)
         when(rules.case.data not in SAMPLED, data="shuffled")
-        # What the filter leaves out of an epoch's last window follows its micro-batches, which other numbers of ranks divide in other ways.
-        when(STRATEGIES[both[0]].data != STRATEGIES[both[1]].data, then="")
     when(
         rules.case.noisy,
         optimizer="sgd",
@@ -398,6 +399,7 @@ def _by_odd_axis(rules: _Rules, both: tuple[str, str]) -> None:
         clip="",
     )
     when(rules.case.noisy, val="", evaluated="", predicted=0, stop="", min_steps=0, sanity=False, schedule="")
+    when(rules.case.noisy and rules.case.manual == "both", manual="each")  # both would need two optimizers
     when(rules.case.configured, door="fit")
 
 

@@ -112,13 +112,13 @@ FAULTS = {
         axes=("stop=early", "resume"),
     ),
     "global batch": Fault(
-        "the global batch is that of each rank", "engine/loop/loaders.py",
-        "micro_batch = size * ranks", "micro_batch = size",
+        "the global batch is that of each rank", "engine/loop/batch_sizes.py",
+        "micro_batch = batch * ranks", "micro_batch = batch",
         ("ddp2",), axes=("by_size",),
     ),
     "lists": Fault(
         "a resume switches lists of both kinds of parameters on", "engine/strategies/fsdp.py",
-        "        self._switch_off_lists(optimizer)  # a run of another strategy may have saved them switched on\n", "",
+        "            self._switch_off_lists(optimizer)  # a run of another strategy may have saved them switched on\n", "            pass\n",
         ("single", "fsdp2"), axes=("kernel=foreach", "resume", "body=tied"),
     ),
     "epochs": Fault(
@@ -139,7 +139,7 @@ FAULTS = {
     "closure": Fault(
         "gradients of a closure's second evaluation are added to the first's", "engine/loop/closure_step.py",
         "self._zero(self._window[0][1])", "pass",
-        axes=("closure=lbfgs",),
+        axes=("closure=sam",),
     ),
 }  # fmt: skip
 """One for each part of what a step is."""

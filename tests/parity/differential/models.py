@@ -129,7 +129,6 @@ class SAM(torch.optim.Optimizer):
         self.up = [(p, p.grad.clone()) for p in self.param_groups[0]["params"] if p.grad is not None]
         for p, grad in self.up:
             p.add_(grad, alpha=0.1)
-        self.zero_grad()
 
     @torch.no_grad()
     def second_step(self) -> None:

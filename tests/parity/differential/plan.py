@@ -25,9 +25,9 @@ def order_of(case: Case, epoch: int, random: dict[int, list[int]]) -> list[int]:
     return list(range(case.samples // 2 + 1 if case.data == "front" else case.samples))
 
 
-def steps(case: Case, epoch: int, random: dict[int, list[int]]) -> Iterator[Step]:
-    """The steps of an epoch."""
-    ranks, units = STRATEGIES[case.strategy].data, case.units_at(epoch)
+def steps(case: Case, strategy: str, epoch: int, random: dict[int, list[int]]) -> Iterator[Step]:
+    """The steps of an epoch, as the ranks of that strategy have them."""
+    ranks, units = STRATEGIES[strategy].data, case.units_at(epoch)
     items = [[i] for i in order_of(case, epoch, random)] if case.data in SAMPLED else ready_batches(case)
     size = case.batch if case.data in SAMPLED else 1
     used = len(items) - len(items) % (size * ranks) if case.drop_last else len(items)

@@ -173,19 +173,21 @@ class Loop:
             if case.data not in ("list", "combined"):
                 _begin_loader()
             self.values: list[Logged] = []
-            steps = list(plan.steps(case, epoch, self.random))
+            # Other ranks divide a short global batch into other micro-batches, and the run that continues has its own.
+            before, after = (list(plan.steps(case, name, epoch, self.random)) for name in (case.strategy, case.second))
             left = False
             if case.average == "swa":
                 self.set_rates([models.SWA_RATE * epoch / 2 + rate * (1 - epoch / 2) for rate in self.rates])
-            for index, step in enumerate(steps):
+            for index in range(len(before)):
+                step = (after if 0 < case.resume <= self.found.steps else before)[index]
                 self.found.seen[f"{epoch}:{index}"] = sorted(i for each in step for part in each for i in part)
                 (self.manual_step if case.manual else self.step)(step, index)
-                self.after_step(index, len(steps))
+                self.after_step(index, len(before))
                 left = self.end.reached(self.found.steps)
                 if left:
                     break
             whole = not left or (
-                index == len(steps) - 1 and case.data != "stream"
+                index == len(before) - 1 and case.data != "stream"
             )  # nobody knows that a stream is at its end
             if case.val and (self.end.wished(self.found.steps) if not whole else case.val == "epoch"):
                 self.validate()
