@@ -171,8 +171,7 @@ class ModelCheckpoint(Callback):
             self.names[run.step] = str(run.loaded_from).rpartition("/")[2]
         self._is_own = False
         # Another folder may have other checkpoints with the same names.
-        existing_names = run.checkpoints.names(self._folder(run)) if run.continues_in_place else set()
-        self._keep_only({step for step, name in self.names.items() if name in existing_names})
+        self._keep_only(self._steps_with_checkpoint(run) if run.continues_in_place else set())
         self._set_best_and_last(run)
 
     def on_train_batch_end(self, run: Run, module: nn.Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -324,15 +323,16 @@ class ModelCheckpoint(Callback):
         unscored_name = self.names.get(step)
         self.names[step] = self._name(run, metrics, score)
         self.scores = scores
-        removed_names = [self.names[old] for old in scores if old not in kept_steps]
+        removed_names = [self.names[old] for old in sorted(scores.keys() - kept_steps)]
         if unscored_name not in (None, self.names[step]):
             removed_names.append(unscored_name)
         self._keep_only(kept_steps)
         entry = None if score is None else {"monitor": self.monitor, "mode": self.mode, "value": score}
         try:
             self._is_own = True
-            names_in_use = self._kept_names(run)
-            removed_names = [name for name in removed_names if name not in names_in_use]
+            if removed_names:
+                names_in_use = self._kept_names(run)
+                removed_names = [name for name in removed_names if name not in names_in_use]
             removed_names += self._replaced(run, unscored_name)
             path = run.save_checkpoint(
                 self.names[step],
@@ -382,9 +382,26 @@ class ModelCheckpoint(Callback):
             self._set_best_and_last(run)
 
     def _keep_only(self, steps: set[int]) -> None:
-        self.scores = {step: score for step, score in self.scores.items() if step in steps}
-        self.names = {step: name for step, name in self.names.items() if step in steps}
+        for step in self.scores.keys() - steps:  # there may be thousands, of which few go
+            del self.scores[step]
+        for step in self.names.keys() - steps:
+            del self.names[step]
         self.permanent &= steps
+
+    def _steps_with_checkpoint(self, run: Run) -> set[int]:
+        """The steps of :attr:`names` whose checkpoints still exist. Of these, those are read, and left out if damaged, that are among the
+        ``save_top_k``, or with ``save_top_k=-1``, where a folder may have thousands, the best."""
+        checkpoints, folder = run.checkpoints, self._folder(run)
+        written_names = checkpoints.written_names(folder)
+        steps = {step for step, name in self.names.items() if name in written_names}
+        damaged = steps
+        while damaged:
+            best = self._best({step: score for step, score in self.scores.items() if step in steps})
+            names = {step: self.names[step] for step in (best[:1] if self.save_top_k == -1 else best)}
+            damaged_names = checkpoints.damaged_of([*names.values()], folder)
+            damaged = {step for step, name in names.items() if name in damaged_names}
+            steps -= damaged
+        return steps
 
     def _metrics(self, run: Run) -> Mapping[str, float]:
         """Values that the file name may contain."""
@@ -405,8 +422,8 @@ class ModelCheckpoint(Callback):
                 f"ModelCheckpoint(filename={self.filename!r}): {error} is not known here; available: epoch, step, {', '.join(sorted(metrics))}"
             ) from error
         _check_name(self.filename, name)
-        used_names = {used for step, used in self.names.items() if step != run.step}
-        return f"{name}-step={run.step}" if name in used_names else name
+        is_used = name in self.names.values() and name != self.names.get(run.step)
+        return f"{name}-step={run.step}" if is_used else name
 
     def _counts(self, run: Run) -> bool:
         """Whether ``monitor`` is a counter of the run, and no metric of the same name is logged."""
@@ -460,19 +477,16 @@ class ModelCheckpoint(Callback):
     def _set_best_and_last(self, run: Run) -> None:
         """Tell the run which complete checkpoints are the best and the last."""
         unfinished_step = None if self._save_under_way is None or not self.asynchronous else self._save_under_way[0]
-        paths = {
-            step: callback._storage.path(name)
-            for callback in _model_checkpoints(run)
-            for step, name in callback.names.items()
-            if callback._storage is not None and (step != unfinished_step or callback._storage is not self._storage)
-        }
-        if paths:
-            run.last_checkpoint = paths[max(paths)]
+        last_step, last_of = -1, self
+        for callback in _model_checkpoints(run):
+            if callback._storage is not None:
+                unfinished = {unfinished_step} if callback._storage is self._storage else set()
+                step = max(callback.names.keys() - unfinished, default=-1)
+                last_step, last_of = max((last_step, last_of), (step, callback), key=lambda pair: pair[0])
+        if last_step >= 0:
+            run.last_checkpoint = last_of._storage.path(last_of.names[last_step])
         if self.monitor is not None:
-            best = next(
-                iter(self._ranked({step: score for step, score in self.scores.items() if step != unfinished_step})),
-                None,
-            )
+            best = next((step for step in self._ranked(self.scores) if step != unfinished_step), None)
             score = None if best is None else self.scores[best]
             run.best_checkpoint = (
                 None if best is None or score is None or math.isnan(score) else self._storage.path(self.names[best])

@@ -60,6 +60,10 @@ def unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
         raise ValueError(f"not a packed tree: {type(error).__name__}: {error}") from error
 
 
+_PLAIN = frozenset((type(None), bool, int, str))
+"""The types of values that JSON has as they are."""
+
+
 class _Packer:
     """Converts one tree to JSON, and collects its tensors by name."""
 
@@ -75,6 +79,8 @@ class _Packer:
         if kind is float:
             return item if math.isfinite(item) else {_TAG: "float", "value": str(item)}
         if kind is list:
+            if _PLAIN.issuperset(map(type, item)):  # steps and names of thousands of checkpoints, in each of them
+                return list(item)
             return [self.value(element, (*path, i)) for i, element in enumerate(item)]
         if kind is dict:
             # Loops rather than a call for each key and plain value: settings have hundreds of them.

@@ -28,6 +28,7 @@ from engine.checkpoint.files import (
 from engine.checkpoint.json_tree import unpack
 from engine.checkpoint.manifest import (
     FOLDERS,
+    HEAD_BYTES,
     JOINED,
     MANIFEST,
     TREES,
@@ -36,6 +37,7 @@ from engine.checkpoint.manifest import (
     check_manifest,
     manifest_of,
     next_serial,
+    serial_in,
 )
 from engine.checkpoint.storage import Draft, Incomplete, Storage
 from engine.checkpoint.tensor_files import TensorFiles, read_tensors
@@ -80,7 +82,7 @@ class LocalStorage(Storage):
     def __init__(self, root: Path) -> None:
         self.directory = root.absolute()  # a script may change the current directory
         self.root = str(self.directory)
-        self._serial, self._read_identities = 0, set[tuple[str, int, int]]()
+        self._serial, self._known_entries = 0, set[tuple[str, int]]()
         self._newest: _Written | None = None
         self._is_unsynced = True
         """True until the directory's own entry was synced to the disk: whatever created the directory may not have done so."""
@@ -115,42 +117,82 @@ class LocalStorage(Storage):
         return draft
 
     def next_serial(self) -> int:
-        """The serial number of the next checkpoint, from all manifests, since other writers may save here too. Each manifest is read only once."""
-        serials = [self._serial]
-        with os.scandir(self.root) as entries:
-            for entry in entries:
-                with suppress(DamagedCheckpoint, OSError):
-                    status = entry.stat()
-                    key = _identity(entry.name, status)
-                    if key not in self._read_identities and not entry.name.startswith("."):
-                        self._read_identities.add(key)
-                        manifest = check_manifest(entry.path, read_json(inside(self.path(entry.name), MANIFEST)))
-                        serials.append(manifest["serial"])
-        self._serial = next_serial(serials)
+        """The serial number of the next checkpoint, from all manifests, since other writers may save here too.
+
+        An entry is looked at once, and of new manifests only those are read whole that have a greater serial number than all others.
+        """
+        with os.scandir(self.root) as entries:  # inode: there without another call for each entry
+            new = {(entry.name, entry.inode()) for entry in entries if not entry.name.startswith(".")}
+        new -= self._known_entries
+        self._known_entries |= new
+        serials = {name: self._serial_of(name) for name, _ in new}
+        for name in sorted(serials, key=serials.__getitem__, reverse=True):
+            if serials[name] < self._serial:
+                break
+            with suppress(DamagedCheckpoint, OSError):
+                self._serial = max(self._serial, self.manifest(name)["serial"])
+        self._serial = next_serial([self._serial])
         return self._serial
+
+    def _serial_of(self, name: str) -> int:
+        """The serial number at the beginning of a manifest, which may be damaged; 0 if there is none."""
+        with (
+            suppress(OSError, DamagedCheckpoint),
+            os.fdopen(open_file(inside(self.path(name), MANIFEST)), "rb", 0) as file,
+        ):
+            return serial_in(file.read(HEAD_BYTES) or b"") or 0
+        return 0
 
     def note_written(self, name: str, files: Mapping[str, Record], manifest: Record) -> None:
         """Remember that this process has written the checkpoint ``name``, with the records of its ``files`` and ``manifest``."""
         self._newest = _Written(name, files, manifest)
-        self._read_identities.add(_identity(name, os.stat(self.path(name))))
+        self._known_entries.add((name, os.stat(self.path(name)).st_ino))
 
     def manifest(self, name: str) -> dict[str, Any]:
         return check_manifest(self.path(name), read_json(self.path(name) / MANIFEST))
 
     def complete(self, without: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield names and manifests of the complete checkpoints except ``without``; each is read when it is requested."""
+        for name in self._written():
+            if name != without:
+                with suppress(DamagedCheckpoint, OSError):
+                    yield name, read_manifest(self.path(name))
+
+    def _written(self) -> Iterator[str]:
+        """Yield the names of :meth:`written_names`, each when it is requested."""
         with os.scandir(self.root) if self.directory.is_dir() else nullcontext(()) as entries:
             for entry in entries:
                 name = entry.name
-                # A replaced checkpoint counts as long as its successor has not been renamed into its place.
-                stands_in = name.startswith(".") and name.endswith(".replaced")
-                if name == without or (
-                    stands_in and os.path.exists(f"{self.root}/{name[1:].removesuffix('.replaced')}")
-                ):
-                    continue
-                if (stands_in or not name.startswith(".")) and os.path.isfile(f"{self.root}/{name}/{MANIFEST}"):
-                    with suppress(DamagedCheckpoint, OSError):
-                        yield name, read_manifest(self.path(name))
+                counts = not name.startswith(".") or self._stands_in(name)
+                if counts and os.path.isfile(f"{self.root}/{name}/{MANIFEST}"):
+                    yield name
+
+    def _stands_in(self, name: str) -> bool:
+        """Whether an entry is a replaced checkpoint that still counts: its successor has not been renamed into its place."""
+        if not (name.startswith(".") and name.endswith(".replaced")):
+            return False
+        return not os.path.exists(f"{self.root}/{name[1:].removesuffix('.replaced')}")
+
+    def written_names(self) -> set[str]:
+        return set(self._written())
+
+    def newest_first(self) -> list[str]:
+        serials = {name: self._serial_of(name) for name in self._written()}
+        if len({*serials.values(), 0}) <= len(
+            serials
+        ):  # two writers at once, or checkpoints of a format without serial numbers
+            return super().newest_first()
+        return sorted(serials, key=serials.__getitem__, reverse=True)
+
+    def is_complete(self, name: str) -> bool:
+        path = self.path(name)
+        try:
+            if not os.path.isfile(path / MANIFEST):
+                return False  # checked first: read_manifest would read all other checkpoints for its error
+            read_manifest(path)
+        except (DamagedCheckpoint, OSError):
+            return False
+        return True
 
     def incomplete(self, complete: Container[str] | None = None) -> dict[str, Incomplete]:
         problems: dict[str, Incomplete] = {}
@@ -218,13 +260,13 @@ class LocalStorage(Storage):
 
     def must_stay(self, name: str) -> bool:
         path = self.path(name)
-        return os.path.isfile(path) or (_is_checkpoint(path) and (not _is_readable(path) or _is_being_read(path)))
+        return os.path.isfile(path) or (_is_checkpoint(path) and (not self.is_complete(name) or _is_being_read(path)))
 
     def sweep(self) -> None:
-        complete_names = set(self.manifests())
-        for name in sorted(os.listdir(self.root)) if self.directory.is_dir() else ():
+        hidden = [name for name in os.listdir(self.root) if name.startswith(".")] if self.directory.is_dir() else []
+        for name in sorted(hidden):
             path = self.path(name)
-            is_draft = name.startswith(".") and path.suffix in _REMAINS and name not in complete_names
+            is_draft = path.suffix in _REMAINS and not (self._stands_in(name) and self.is_complete(name))
             with suppress(OSError):
                 if (
                     is_draft
@@ -394,11 +436,6 @@ def _exists(path: str) -> bool:
     return True
 
 
-def _identity(name: str, status: os.stat_result) -> tuple[str, int, int]:
-    """A key for a checkpoint that changes when another one of the same name replaces it."""
-    return name, status.st_ino, status.st_mtime_ns
-
-
 def _is_checkpoint(path: Path) -> bool:
     """Check for a checkpoint at ``path``, usable or not: its manifest exists, or all of its folders do."""
     try:
@@ -407,17 +444,6 @@ def _is_checkpoint(path: Path) -> bool:
         return os.path.lexists(path / MANIFEST) or all((path / folder).is_dir() for folder in FOLDERS)
     except OSError:  # no permission for the parent folder, or the name is too long
         return os.path.lexists(path)
-
-
-def _is_readable(path: Path) -> bool:
-    """Check that this version can read the manifest of the checkpoint at ``path``, and that all files exist."""
-    try:
-        if not (path / MANIFEST).is_file():
-            return False  # checked first: read_manifest would read all other checkpoints for its error
-        read_manifest(path)
-    except (DamagedCheckpoint, OSError):
-        return False
-    return True
 
 
 def _is_being_read(path: Path) -> bool:

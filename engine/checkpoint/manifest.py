@@ -16,6 +16,7 @@ format what changed
 from __future__ import annotations
 
 import json
+import re
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,6 +51,9 @@ _RESERVED = {"format": int, "serial": int, "saved_at": float, "world_size": int,
 _MAX_SAVED_AT = 253402300800.0
 """The year 10,000 in seconds since 1970: later times cannot be displayed."""
 _MAX_SERIAL = 1 << 62
+HEAD_BYTES = 128
+"""Bytes of a manifest's text in which its serial number is."""
+_HEAD = re.compile(rb'\{\s*"format":\s*[0-9]+,\s*"serial":\s*([0-9]{1,19}),')
 
 
 class Manifest(dict[str, Any]):
@@ -94,6 +98,12 @@ def next_serial(serials: Iterable[int]) -> int:
     run may resume from an earlier one.
     """
     return min(_MAX_SERIAL, 1 + max(serials, default=0))
+
+
+def serial_in(head: bytes) -> int | None:
+    """The serial number in the first :data:`HEAD_BYTES` of a manifest's text, which may be damaged; ``None`` if the text begins in another way."""
+    match = _HEAD.match(head)
+    return int(match[1]) if match else None
 
 
 def age_of(manifest: Mapping[str, Any]) -> tuple[int, float, int, float]:

@@ -285,6 +285,16 @@ class RemoteStorage(Storage):
             with suppress(DamagedCheckpoint, OSError):
                 yield name, self._complete_manifest(name)
 
+    def written_names(self) -> set[str]:
+        return {name for name in self._names() if self.has(name)}
+
+    def is_complete(self, name: str) -> bool:
+        try:
+            self._complete_manifest(name)
+        except (DamagedCheckpoint, OSError):
+            return False
+        return True
+
     def incomplete(self, complete: Container[str] | None = None) -> dict[str, Incomplete]:
         problems: dict[str, Incomplete] = {}
         for name in self._names():

@@ -487,10 +487,11 @@ def fitting(
 
 
 def _complete_checkpoints(storage: Storage, checkpoint: str) -> list[Any]:
-    """The names of the complete checkpoints, the one that ``checkpoint`` means first, and the reasons why others are unusable, by name."""
-    manifests = storage.manifests()
-    unusable = {name: problem.reason for name, problem in storage.incomplete().items() if not problem.is_leftover}
-    return [by_score(manifests) if checkpoint == "best" else list(reversed(manifests)), unusable]
+    """The names of the checkpoints to try, the one that ``checkpoint`` means first, and the reasons why others are unusable, by name."""
+    manifests = storage.manifests() if checkpoint == "best" else {}
+    names = by_score(manifests) if checkpoint == "best" else storage.newest_first()
+    problems_by_name = storage.incomplete({*manifests, *names})
+    return [names, {name: problem.reason for name, problem in problems_by_name.items() if not problem.is_leftover}]
 
 
 def _open(group: Group, storage: Storage, name: str, folders: tuple[str, ...]) -> tuple[Loaded | None, str]:

@@ -88,7 +88,7 @@ class CheckpointFolder:
         storage, name = split_path(path)
         if self.group.is_main and storage.is_same(self.storage):
             self.storage.sweep()  # now, since this job may never save
-            names = list(self.storage.manifests())
+            names = list(self.storage.manifests()) if to_remove else []
             self.to_remove = (
                 [older for older in names[: names.index(name)] if older in to_remove] if name in names else []
             )

@@ -87,6 +87,19 @@ class Storage(ABC):
         rows = [(age_of(manifest), name, manifest) for name, manifest in self.complete()]
         return {name: manifest for _, name, manifest in sorted(rows, key=lambda entry: entry[:2])}
 
+    def newest_first(self) -> list[str]:
+        """The names of the checkpoints that have a manifest, in the reverse order of :meth:`manifests`. Damaged ones may be among them: whoever opens
+        one checks it."""
+        return list(self.manifests())[::-1]
+
+    @abstractmethod
+    def written_names(self) -> set[str]:
+        """The names of the checkpoints that have a manifest, which may be damaged."""
+
+    @abstractmethod
+    def is_complete(self, name: str) -> bool:
+        """Whether the checkpoint of this name is complete: its manifest is intact, and every file exists with its size."""
+
     @abstractmethod
     def manifest(self, name: str) -> dict[str, Any]:
         """The manifest of the checkpoint of this name; a missing or damaged manifest is an error."""

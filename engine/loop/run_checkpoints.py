@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -120,6 +120,21 @@ class RunCheckpoints:
             0
         ]
         return set(names)
+
+    def written_names(self, folder: CheckpointFolder) -> set[str]:
+        """The names of the checkpoints in ``folder`` with a manifest, which may be damaged, as rank 0 sees them; all ranks call this together."""
+        names: list[str] = gather_json(
+            self._group, list(folder.storage.written_names()) if self._group.is_main else None
+        )[0]
+        return set(names)
+
+    def damaged_of(self, names: Sequence[str], folder: CheckpointFolder) -> set[str]:
+        """The ones of ``names`` that are no complete checkpoints in ``folder``, as rank 0 sees them; all ranks call this together."""
+        is_main, storage = self._group.is_main, folder.storage
+        damaged: list[str] = gather_json(
+            self._group, [name for name in names if not storage.is_complete(name)] if is_main else None
+        )[0]
+        return set(damaged)
 
     @property
     def continue_in_place(self) -> bool:
