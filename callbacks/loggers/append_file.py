@@ -29,20 +29,19 @@ class AppendFile:
         Raises:
             OSError: the piece could not be written, and no part of it is in the file. The error names the file.
         """
-        descriptor = self._file.fileno()
+        descriptor, written = self._file.fileno(), 0
         try:
             if self._whole_size is not None:
                 os.ftruncate(descriptor, self._whole_size)
-            self._whole_size = os.fstat(descriptor).st_size
-            remaining = memoryview(piece)
-            while remaining:  # a disk that becomes full, or a signal, cuts a write short
-                remaining = remaining[os.write(descriptor, remaining) :]
+                self._whole_size = None
+            while written < len(piece):  # a disk that becomes full, or a signal, cuts a write short
+                written += os.write(descriptor, piece[written:] if written else piece)
         except OSError as error:
-            if self._whole_size is not None:
-                with suppress(OSError):  # the next call tries again
-                    os.ftruncate(descriptor, self._whole_size)
+            with suppress(OSError):  # the next call tries again
+                if self._whole_size is None:
+                    self._whole_size = os.fstat(descriptor).st_size - written
+                os.ftruncate(descriptor, self._whole_size)
             raise OSError(error.errno, error.strerror, self._file.name) from None
-        self._whole_size = None
         return len(piece)
 
     def flush(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,10 @@ class Moment:
     """Optimizer steps done, if the caller gave ``step``; ``None``: ``step`` is the run's own."""
     repeated: bool = False
     """Whether a tracker of single values leaves out ``epoch`` and ``samples``: they were sent at this step already, or belong to another step."""
+
+    def values(self) -> list[Any]:
+        """The values of all fields, in their order."""
+        return [self.step, self.epoch, self.samples, self.time, self.run_step, self.repeated]
 
 
 class Nothing:
@@ -375,7 +379,7 @@ class Logger(Callback):
     def _send_row(self, position: Position, values: dict[str, float], at: Moment) -> None:
         if not self._has_been_sent(position):
             values = _printable(values)
-            record = [list(position), list(astuple(at)), values]
+            record = [list(position), at.values(), values]
             row_step = at.step if at.run_step is None else None
             self._send_call(
                 position, partial(self.scalars, values, at), partial(self.has, values, at), record, row_step
@@ -397,7 +401,10 @@ class Logger(Callback):
 
 def _printable(values: Mapping[str, float]) -> dict[str, float]:
     """Return ``values`` with names that UTF-8, which files and trackers hold, can express: it has no lone surrogates."""
-    return {name.encode(errors="backslashreplace").decode(): value for name, value in values.items()}
+    return {
+        name if name.isascii() else name.encode(errors="backslashreplace").decode(): value
+        for name, value in values.items()
+    }
 
 
 def _send(

@@ -20,6 +20,8 @@ from .csv_cells import from_cell, to_cell
 _FIXED = ("step", "epoch")
 _RUN_STEP = "run_step"
 _CONFIG = "config.yaml"
+_END = b"\r\n"
+"""The end of a row, as Python's ``csv`` writes it."""
 
 
 class CSVLogger(Logger):
@@ -61,7 +63,8 @@ class CSVLogger(Logger):
         self.path: Path | None = None
         """The path of the file; known from the start of the first run."""
         self._config = ""
-        self._columns: list[str] = list(_FIXED)
+        self._columns: dict[str, None] = dict.fromkeys(_FIXED)
+        """Their names, in order."""
         self._file: AppendFile | None = None
 
     @property
@@ -95,11 +98,11 @@ class CSVLogger(Logger):
         self.close("")
         if step > 0:
             columns, rows = _read(self.path)
-            self._columns = columns
+            self._columns = dict.fromkeys(columns)
             _rewrite(self.path, columns, [row for row in rows if int(row.get(_RUN_STEP) or row["step"]) <= step])
         else:
             self.path.rename(free_name(self.path))
-            self._columns = list(_FIXED)
+            self._columns = dict.fromkeys(_FIXED)
 
     def take_back(self, step: int, numbers: range) -> None:
         assert self.path is not None
@@ -135,27 +138,31 @@ class CSVLogger(Logger):
     def _write(self, row: dict[str, Any]) -> None:
         if self._file is None:
             self._open()
-        new = [name for name in row if name not in self._columns]
-        if new:
+        if new := [name for name in row if name not in self._columns]:
             self._add_columns(new)
         assert self._file is not None
         self._file.write(_line([row.get(name, "") for name in self._columns]))
 
     def _add_columns(self, new: list[str]) -> None:
+        """Add columns to the file: empty cells at the end of each row, which is not read for it, since a run may have many rows and late names."""
         assert self.path is not None
         self.close("")
-        columns, rows = _read(self.path)
-        columns += new
-        _rewrite(self.path, columns, rows)
-        self._columns, self._file = columns, AppendFile(self.path)
+        self._columns |= dict.fromkeys(new)
+        header, _, rows = self.path.read_bytes().partition(_END)
+        if header.count(b'"') % 2 or b'"' in rows:  # a cell may have an end of a line in it
+            _rewrite(self.path, list(self._columns), _read(self.path)[1])
+        else:
+            names = _line(map(to_cell, self._columns))
+            replace_file(self.path, names + rows.replace(_END, b"," * len(new) + _END))
+        self._file = AppendFile(self.path)
 
     def _open(self) -> None:
         """Open the file for appending; its columns are those of its header."""
         assert self.path is not None
-        self._columns = _header(self.path) if self.path.exists() else []
+        self._columns = dict.fromkeys(_header(self.path) if self.path.exists() else [])
         if not self._columns:
-            self._columns = list(_FIXED)
-            _rewrite(self.path, self._columns, [])
+            self._columns = dict.fromkeys(_FIXED)
+            _rewrite(self.path, list(self._columns), [])
         self._file = AppendFile(self.path, lines=True)
 
 

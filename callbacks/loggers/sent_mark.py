@@ -78,8 +78,7 @@ class SentMark:
             self._file = os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0)
         doubtful = "null" if self.doubtful is None else list(self.doubtful)
         text = f"[{self._name}, {list(self.sent)}, {doubtful}, {self.count}, {self.row_step}]"  # JSON, written twice for each row of each logger
-        self._file.seek(0)
-        self._file.write(text.ljust(_WIDTH).encode() + b"\n")
+        os.pwrite(self._file.fileno(), text.ljust(_WIDTH).encode() + b"\n", 0)
 
 
 def _read(path: Path, run_id: str) -> tuple[Position, Position | None, int, int]:

@@ -79,9 +79,9 @@ class _Packer:
         if kind is float:
             return item if math.isfinite(item) else {_TAG: "float", "value": str(item)}
         if kind is list:
-            if _PLAIN.issuperset(map(type, item)):  # steps and names of thousands of checkpoints, in each of them
-                return list(item)
-            return [self.value(element, (*path, i)) for i, element in enumerate(item)]
+            # Each checkpoint has the steps of all that are kept, which may be thousands.
+            plain = _PLAIN.issuperset(map(type, item))
+            return list(item) if plain else [self.value(element, (*path, i)) for i, element in enumerate(item)]
         if kind is dict:
             # Loops rather than a call for each key and plain value: settings have hundreds of them.
             for key in item:

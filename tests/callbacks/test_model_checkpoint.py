@@ -297,6 +297,20 @@ def test_resuming_goes_on_with_the_scores(make_fit, scripted, batches, tmp_path)
     assert steps_in(tmp_path) == [4, 16, 20]  # until a run continues from another one
 
 
+@pytest.mark.parametrize("save_top_k", [-1, 2])
+def test_a_damaged_checkpoint_is_not_the_best_of_a_resumed_run(make_fit, scripted, batches, tmp_path, save_top_k):
+    def callbacks():
+        return [ModelCheckpoint(monitor="score", save_top_k=save_top_k)]
+
+    make_fit(max_epochs=3, callbacks=callbacks()).run(scripted([0.1, 0.2, 0.3]), batches, batches)
+    (path(tmp_path, 4) / "rank=00000.safetensors").write_bytes(b"")
+    (checkpoint,) = resumed = callbacks()
+    result = make_fit(max_epochs=4, callbacks=resumed).run(scripted([0.4]), batches, batches, resume="auto")
+    assert result.best_checkpoint == path(tmp_path, 8)
+    kept = {8: 0.2, 12: 0.3, 16: 0.4}
+    assert checkpoint.scores == kept  # save_last keeps 16
+
+
 @pytest.mark.parametrize("monitor", [None, "score"])
 def test_a_checkpoint_has_a_few_bytes_for_each_that_is_kept(monitor):
     callback = ModelCheckpoint(monitor=monitor, save_top_k=-1)

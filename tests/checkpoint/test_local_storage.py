@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from support.checkpoints import read, resummed, save
 from support.internals import new_content, new_folder, new_writer, save_request
 from support.toys import Weight, fit, ones
 
+from callbacks import ModelCheckpoint
 from engine.checkpoint import local_storage
 from engine.checkpoint.files import DamagedCheckpoint
 from engine.checkpoint.local_storage import LocalStorage, Opened, reason_for_absence
@@ -338,6 +340,57 @@ def test_the_list_has_complete_ones_in_the_order_of_writing(tmp_path: Path) -> N
     shutil.copytree(first, tmp_path / ".step=200.partial")
     (tmp_path / "step=300").mkdir()
     assert complete(tmp_path) == [first.name, second.name]
+
+
+def _with_serial(path: Path, serial: int) -> None:
+    """Change the serial number in a manifest, whose checksum is then wrong."""
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(re.sub(r'"serial": \d+', f'"serial": {serial}', text))
+
+
+def test_serial_numbers_rise_with_all_writers_and_whatever_is_damaged(tmp_path: Path) -> None:
+    one, other = LocalStorage(tmp_path), LocalStorage(tmp_path)
+    for number, place in enumerate((one, other, other, one, other)):
+        place.begin(f"{9 - number}").seal(1, {}, {})
+        if number == 2:
+            _with_serial(tmp_path / "7", 1000)
+    assert {name: manifest["serial"] for name, manifest in one.manifests().items()} == {"9": 1, "8": 2, "6": 3, "5": 4}
+    assert one.newest_first() == ["7", "5", "6", "8", "9"]  # who opens the damaged one says so
+    other.begin("5").seal(1, {}, {})  # in its own place
+    assert one.next_serial() == 6
+    save(tmp_path / "old")
+    (tmp_path / "old" / "manifest.json").write_text("{")
+    assert {"7", "old"} <= one.written_names()
+    assert not one.is_complete("7")
+    assert one.is_complete("5")
+
+
+def test_equal_serial_numbers_are_ordered_as_in_the_list(tmp_path: Path) -> None:
+    place = LocalStorage(tmp_path)
+    for step in (20, 30, 10):
+        LocalStorage(tmp_path / "other").directory.mkdir(exist_ok=True)
+        writer = LocalStorage(tmp_path / "other")
+        writer.begin(f"{step}").seal(1, {"counters": {"step": step}}, {})
+        shutil.move(tmp_path / "other" / f"{step}", tmp_path / f"{step}")
+    assert place.newest_first() == list(place.manifests())[::-1] == ["30", "20", "10"]
+
+
+def test_the_calls_of_a_save_and_of_a_resume_do_not_grow_with_what_is_kept(tmp_path: Path) -> None:
+    saves, resumes, callback = [], [], ModelCheckpoint(every=1, save_top_k=-1)
+    for kept in (10, 60):
+        options: dict[str, Any] = {"root": tmp_path / str(kept), "callbacks": [callback], "max_steps": kept}
+        fit(**options).run(Weight(), ones(kept))
+        place = LocalStorage(tmp_path / str(kept) / "checkpoints")
+        place.next_serial()
+        with Profile() as profile:
+            place.begin("new").seal(1, {}, {})
+        saves.append(Stats(profile).total_calls)  # type: ignore[attr-defined]
+        with Profile() as profile:
+            fit(**options).run(Weight(), ones(kept), resume="auto")
+        resumes.append(Stats(profile).total_calls)  # type: ignore[attr-defined]
+    # An entry is one of a set, and has the head of its manifest read once: a manifest that is read whole is a thousand calls.
+    assert saves[1] - saves[0] < 50 * 4, saves
+    assert resumes[1] - resumes[0] < 50 * 120, resumes
 
 
 def test_a_kill_while_removing_leaves_nothing_that_looks_like_one(

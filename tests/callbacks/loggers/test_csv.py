@@ -9,7 +9,7 @@ import torch
 from callbacks import CSVLogger, ModelCheckpoint
 from callbacks.loggers.csv_cells import from_cell
 from callbacks.report.runs import read_run
-from engine import Callback
+from engine import Callback, TrainModule
 
 
 def read(path):
@@ -57,6 +57,35 @@ FORMULAS = (
     "'=1+1",
     "it's",
 )
+
+
+def test_names_that_come_late(make_fit, tmp_path):
+    """Each step logs a name that no step before has logged, some of them odd."""
+
+    class Late(TrainModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def training_step(self, batch, batch_idx):
+            self.log(odd_names[batch_idx], float(batch_idx))
+            return self.weight.sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    odd_names = ["a", "b,c", 'say "d"', "e\r\nf", "=g", "h"]
+    make_fit(max_epochs=1, log_every_n_steps=1, callbacks=[CSVLogger()]).run(
+        Late(), [torch.ones(1, 1)] * len(odd_names)
+    )
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    columns = list(map(from_cell, header))
+    assert [name for name in columns if name in odd_names] == odd_names
+    for index, row in enumerate(rows):
+        cells = dict(zip(columns, row, strict=True))
+        assert float(cells[odd_names[index]]) == index
+        assert all(cells[name] == "" for name in odd_names[index + 1 :])
 
 
 def test_a_spreadsheet_calculates_no_name(make_fit, scripted, batches, tmp_path):
