@@ -153,7 +153,8 @@ class CSVLogger(Logger):
             _rewrite(self.path, list(self._columns), _read(self.path)[1])
         else:
             names = _line(map(to_cell, self._columns))
-            replace_file(self.path, names + rows.replace(_END, b"," * len(new) + _END))
+            whole = rows[: rows.rfind(_END) + len(_END)] if _END in rows else b""
+            replace_file(self.path, names + whole.replace(_END, b"," * len(new) + _END))
         self._file = AppendFile(self.path)
 
     def _open(self) -> None:
