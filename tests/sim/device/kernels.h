@@ -120,7 +120,10 @@ inline Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
     tick(stream);
     touch(from, false, stream, name);
     touch(to, true, stream, name);
-    if (pinned) settle_before(stream, host.const_data_ptr(), host.nbytes());
+    if (pinned) {
+      touch_pinned(host.const_data_ptr(), host.nbytes(), to_host, stream, name);
+      settle_before(stream, host.const_data_ptr(), host.nbytes());
+    }
   }
   if (deferred) {
     auto arrives = to_host ? as_cpu(from).to(to.scalar_type()).expand_as(to).contiguous() : Tensor();

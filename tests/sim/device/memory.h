@@ -21,12 +21,17 @@ struct Access {
   bool overlaps(const Access& other) const { return begin < other.end && other.begin < end; }
 };
 
-struct Block {
+// Who has used the bytes of a block.
+struct History {
+  std::vector<Access> reads, writes;
+};
+
+struct Block : History {
+  Block(void* pointer, size_t size, int device, StreamKey stream) : pointer(pointer), size(size), device(device), stream(stream) {}
   void* pointer;
   size_t size;
   int device;
-  StreamKey stream;  // whose cache it comes from and goes back to
-  std::vector<Access> reads, writes;
+  StreamKey stream;              // whose cache it comes from and goes back to
   std::set<StreamKey> recorded;  // record_stream
 };
 
@@ -50,10 +55,10 @@ inline std::string stream_name(StreamKey stream) {
   return "stream " + std::to_string(stream % 128) + " of sim:" + std::to_string(stream / 128);
 }
 
-inline void report_race(const char* kind, const Access& now, const Access& earlier, size_t bytes) {
+inline void report_race(const char* kind, const Access& now, const Access& earlier, size_t bytes, const char* where) {
   std::ostringstream text;
   text << kind << ": " << now.op << " on " << stream_name(now.stream) << " is not ordered after " << earlier.op << " on "
-       << stream_name(earlier.stream) << " (" << bytes << " bytes)";
+       << stream_name(earlier.stream) << " (" << bytes << " bytes" << where << ")";
   races().push_back(text.str());
 }
 
@@ -67,27 +72,30 @@ inline void cover(std::vector<Access>& accesses, const Access& now, bool any_str
   accesses.erase(std::remove_if(accesses.begin(), accesses.end(), [](const Access& old) { return old.begin >= old.end; }), accesses.end());
 }
 
+// Work on `now.stream` reads or writes bytes of a block of `size` bytes, after the work in `history`. `where` ends the report of a race.
+inline void note_access(History& history, const Access& now, bool writes, size_t size, const char* where = "") {
+  const Clock& clock = stream_clocks()[now.stream];
+  auto check = [&](const std::vector<Access>& earlier, const char* kind) {
+    for (auto& access : earlier)
+      if (access.stream != now.stream && access.overlaps(now) && !knows(clock, access.stream, access.time)) report_race(kind, now, access, size, where);
+  };
+  check(history.writes, writes ? "write after write" : "read after write");
+  if (writes) {
+    check(history.reads, "write after read");
+    cover(history.reads, now, true);
+    cover(history.writes, now, true);
+    history.writes.push_back(now);
+  } else {
+    cover(history.reads, now, false);
+    history.reads.push_back(now);
+  }
+}
+
 // A kernel on `stream` touches bytes [begin, end) of the block at `base`.
 inline void touch(void* base, size_t begin, size_t end, bool writes, StreamKey stream, const std::string& op) {
   auto found = live_blocks().find(base);
   if (found == live_blocks().end() || begin >= end) return;
-  Block& block = *found->second;
-  const Clock& clock = stream_clocks()[stream];
-  Access now{stream, stream_clocks()[stream][stream], op, begin, end};
-  auto check = [&](const std::vector<Access>& earlier, const char* kind) {
-    for (auto& access : earlier)
-      if (access.stream != stream && access.overlaps(now) && !knows(clock, access.stream, access.time)) report_race(kind, now, access, block.size);
-  };
-  check(block.writes, writes ? "write after write" : "read after write");
-  if (writes) {
-    check(block.reads, "write after read");
-    cover(block.reads, now, true);
-    cover(block.writes, now, true);
-    block.writes.push_back(now);
-  } else {
-    cover(block.reads, now, false);
-    block.reads.push_back(now);
-  }
+  note_access(*found->second, {stream, stream_clocks()[stream][stream], op, begin, end}, writes, found->second->size);
 }
 
 // A freed block goes back to its stream's cache with its history: the stream that gets it next must come after those who used it. What
@@ -125,7 +133,7 @@ inline Block* new_block(int device_index, StreamKey stream, size_t size) {
   TORCH_CHECK(!posix_memalign(&pointer, 64, size), "the host has no memory for ", size, " bytes of the simulated device");
   counted.reserved += size;
   counted.peak_reserved = std::max(counted.peak_reserved, counted.reserved);
-  return new Block{pointer, size, device_index, stream, {}, {}, {}};
+  return new Block(pointer, size, device_index, stream);
 }
 
 struct DeviceAllocator final : c10::DeviceAllocator {

@@ -2,13 +2,17 @@
 //
 // A non-blocking copy between the device and pinned memory is over only when the host knows it: it has waited for the stream, or an event has
 // told. Until then a copy to the host shows poison, and a copy to the device remembers its source, so that code which reads too early
-// gets wrong numbers here, always, and code which writes too early is reported.
+// gets wrong numbers here, always, and code which writes too early is reported. Two copies that use the same bytes on two streams without an
+// order between them are a race, as two kernels are in the device's memory.
 #pragma once
 #include "memory.h"
 
 namespace sim {
 
-inline std::map<char*, size_t>& pinned_blocks() { static auto& it = *new std::map<char*, size_t>; return it; }
+struct PinnedBlock : History {
+  size_t size = 0;
+};
+inline std::map<char*, PinnedBlock>& pinned_blocks() { static auto& it = *new std::map<char*, PinnedBlock>; return it; }
 inline int64_t& pinned_bytes() { static int64_t it = 0; return it; }
 
 // A copy between the device and pinned memory that may not be over.
@@ -25,19 +29,34 @@ inline void drop_transfers(const std::function<bool(const Transfer&)>& which) {
   transfers().erase(std::remove_if(transfers().begin(), transfers().end(), which), transfers().end());
 }
 
+// The block that has this address, and its start; null: the address is not pinned.
+inline std::pair<char* const, PinnedBlock>* pinned_block(const void* pointer) {
+  auto after = pinned_blocks().upper_bound(static_cast<char*>(const_cast<void*>(pointer)));
+  if (after == pinned_blocks().begin()) return nullptr;
+  auto& found = *std::prev(after);
+  return pointer < found.first + found.second.size ? &found : nullptr;
+}
+
 inline bool is_pinned(const void* pointer) {
   Lock lock(mutex());
-  auto after = pinned_blocks().upper_bound(static_cast<char*>(const_cast<void*>(pointer)));
-  if (after == pinned_blocks().begin()) return false;
-  auto& [start, size] = *std::prev(after);
-  return pointer < start + size;
+  return pinned_block(pointer) != nullptr;
+}
+
+// A copy on `stream` reads or writes `size` bytes of pinned memory.
+inline void touch_pinned(const void* pointer, size_t size, bool writes, StreamKey stream, const std::string& op) {
+  Lock lock(mutex());
+  auto* found = pinned_block(pointer);
+  if (!found || !size) return;
+  size_t begin = static_cast<const char*>(pointer) - found->first;
+  note_access(found->second, {stream, stream_clocks()[stream][stream], op, begin, begin + size}, writes, found->second.size, " of pinned memory");
 }
 
 // CUDA's allocator gives the memory to nobody before copies are over; here they end with it.
 inline void unpin(void* pointer) {
   Lock lock(mutex());
   auto found = pinned_blocks().find(static_cast<char*>(pointer));
-  auto [start, size] = *found;
+  char* start = found->first;
+  size_t size = found->second.size;
   drop_transfers([&](const Transfer& transfer) { return transfer.overlaps(start, start + size); });
   pinned_bytes() -= size;
   pinned_blocks().erase(found);
@@ -51,7 +70,7 @@ struct PinnedAllocator final : c10::Allocator {
     void* pointer = nullptr;
     TORCH_CHECK(!posix_memalign(&pointer, 64, size), "no memory for ", size, " pinned bytes");
     Lock lock(mutex());
-    pinned_blocks()[static_cast<char*>(pointer)] = size;
+    pinned_blocks()[static_cast<char*>(pointer)].size = size;
     pinned_bytes() += size;
     return {pointer, pointer, &unpin, c10::Device(c10::kCPU)};
   }

@@ -229,6 +229,63 @@ def pinned_memory_that_changes_during_its_copy_is_found() -> None:
     _reported(sim.races(), "the host has changed pinned memory")
 
 
+def _out_and_back(*waits: str) -> list[str]:
+    """The races of a copy to pinned memory on one stream, one back on another, and one to the same memory on the first, with these waits."""
+    sim.clear()
+    out, back, pinned = torch.Stream("sim"), torch.Stream("sim"), torch.zeros(8, pin_memory=True)
+    main, numbers = torch.accelerator.current_stream(), NUMBERS.to("sim")
+    for stream in (out, back):
+        stream.wait_stream(main)
+    with out:
+        pinned.copy_(numbers, non_blocking=True)
+    if "for the copy out" in waits:
+        back.wait_stream(out)
+    with back:
+        restored = torch.empty(8, device="sim")
+        restored.copy_(pinned, non_blocking=True)
+    if "for the copy back" in waits:
+        out.wait_stream(back)
+    with out:
+        pinned.copy_(numbers, non_blocking=True)
+    main.wait_stream(back)
+    if "for the copy out" in waits:
+        assert restored.tolist() == NUMBERS.tolist()
+    torch.accelerator.synchronize()
+    return sim.races()
+
+
+def copies_through_pinned_memory_without_an_order_are_found() -> None:
+    assert _out_and_back("for the copy out", "for the copy back") == []
+    races = _out_and_back("for the copy back")
+    _reported(races[:1], "read after write: copy H2D", "is not ordered after copy D2H", "of pinned memory")
+    races = _out_and_back("for the copy out")
+    _reported(races[:1], "write after read: copy D2H", "is not ordered after copy H2D", "of pinned memory")
+    out, pinned = torch.Stream("sim"), torch.zeros(8, pin_memory=True)
+    numbers = NUMBERS.to("sim")
+    out.wait_stream(torch.accelerator.current_stream())
+    sim.clear()
+    with out:
+        pinned[:4].copy_(numbers[:4], non_blocking=True)
+    pinned[4:].copy_(numbers[4:], non_blocking=True)  # other bytes of the same memory
+    assert sim.races() == []
+    pinned[3:5].copy_(numbers[3:5], non_blocking=True)
+    _reported(sim.races(), "write after write: copy D2H on stream 0")
+
+
+def a_host_that_waits_orders_copies_through_pinned_memory() -> None:
+    out, back, pinned = torch.Stream("sim"), torch.Stream("sim"), torch.zeros(8, pin_memory=True)
+    numbers = NUMBERS.to("sim")
+    out.wait_stream(torch.accelerator.current_stream())
+    with out:
+        pinned.copy_(numbers, non_blocking=True)
+    out.synchronize()
+    with back:
+        restored = pinned.to("sim", non_blocking=True)
+    back.synchronize()
+    assert restored.tolist() == NUMBERS.tolist()
+    assert sim.races() == []
+
+
 def bytes_are_counted() -> None:
     memory = torch.accelerator
     assert memory.memory_allocated() == 0
