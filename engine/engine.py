@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from engine import strategies
 from engine.checkpoint.export import export_tensors
 from engine.checkpoint.writer import CheckpointWriter
+from engine.config.combinations import check_offload_and_compile
 from engine.config.settings import KINDS
 from engine.data.combined import CombinedLoader
 from engine.data.loader import PreparedLoader
@@ -50,6 +51,7 @@ from engine.strategies.rank_differences import RankDifferences, compare_forms
 from engine.transforms import batch_norm
 from engine.transforms.compile import Transforms, is_whole
 from engine.transforms.float8 import FP8, Layers
+from engine.transforms.offload import check_offload, offload_for
 from engine.utils import accelerator
 from engine.utils.extensions import guard_model, with_advice
 from engine.utils.parameters import parameters_of
@@ -84,6 +86,8 @@ class Engine:
         max_skipped_steps: maximum number of steps in a row that are skipped because a gradient is not finite: the last of them is an error, under
             fp16 once its loss scale is at most 1. ``None``: no limit.
         activation_checkpointing: recompute the repeated blocks in the backward pass: ``"full"``, ``"selective"`` or n (every n-th block).
+        activation_offload: move what the forward pass saves to the host's pinned memory, and back ahead of its use. ``True``: all that is saved
+            before the last repeated block; ``"blocks"``: only what repeated blocks save; n: only what the first n save.
         compile: ``True``, ``"blocks"`` (each repeated block) or a dict of ``torch.compile``'s options.
         sync_batchnorm: batch norms compute their statistics over the samples of all ranks, as one process would over the whole micro-batch.
         seed: the seed of the data order; by default torch's initial seed on rank 0.
@@ -107,6 +111,7 @@ class Engine:
         on_nonfinite: str | None = None,
         max_skipped_steps: int | None = IN_A_ROW,
         activation_checkpointing: str | int | None = None,
+        activation_offload: bool | str | int = False,
         compile: bool | str | dict[str, Any] = False,
         sync_batchnorm: bool = False,
         seed: int | None = None,
@@ -118,7 +123,9 @@ class Engine:
         on_nonfinite = KINDS["on_nonfinite"].normalized("on_nonfinite", on_nonfinite)
         max_skipped_steps = KINDS["max_skipped_steps"].normalized("max_skipped_steps", max_skipped_steps)
         recompute = KINDS["activation_checkpointing"].normalized("activation_checkpointing", activation_checkpointing)
+        offload = KINDS["activation_offload"].normalized("activation_offload", activation_offload)
         compile = KINDS["compile"].normalized("compile", compile)
+        check_offload_and_compile(offload, compile)
         sync_batchnorm = KINDS["sync_batchnorm"].normalized("sync_batchnorm", sync_batchnorm)
         self.precision = Precision.parse(precision)
         processes = group or own_environment(environment)
@@ -130,6 +137,9 @@ class Engine:
         )
         self.strategy.precision = self.precision
         self.strategy.connect(self.group)
+        check_offload(offload, type(self.strategy).__name__, self.strategy.keeps_activations)
+        self.activation_offload = offload_for(offload, self.group)
+        """Moves activations to the host's memory; ``None`` without the setting, and on CPUs."""
         self.strategy.transform_by(Transforms(recompute, compile))
         self._compile = compile
         self.data_group, self.loss_group = self.strategy.data_group, self.strategy.loss_group
@@ -151,6 +161,7 @@ class Engine:
             "accumulate_grad_batches": str(accumulate_grad_batches),
             "on_nonfinite": str(on_nonfinite),
             "activation_checkpointing": str(recompute),
+            "activation_offload": str(offload),
             "compile": plain_text(compile),
             "sync_batchnorm": str(sync_batchnorm),
         }
@@ -251,6 +262,8 @@ class Engine:
         if autocast and self.precision.autocast is not None:
             AutocastForward(self.precision, self.device).attach(model, is_whole(self._compile))
         prepared = self.strategy.setup(model)
+        if self.activation_offload is not None:
+            self.activation_offload.attach(model)
         self.prepared.models.append(prepared)
         self.window.weights.agreement.lockstep = self.group.world_size > 1
         for optimizer in self.prepared.optimizers:
@@ -368,6 +381,8 @@ class Engine:
             self.checkpoint_writer.compared = None
         self._differences = None
         self.strategy.release()
+        if self.activation_offload is not None:
+            self.activation_offload.release()
         self._float8_layers.restore()
         self._batch_norms.restore()
         self._stepper.leave()

@@ -106,6 +106,9 @@ class Fit:
         callbacks: Callback objects, called in this order. Given in code only.
         activation_checkpointing: Recompute the model's repeated blocks in the backward pass instead of storing their results: ``"full"``,
             ``"selective"`` (results of matrix products and attention are kept), an int n (every n-th block only), or ``None``.
+        activation_offload: Move what the forward pass saves for the backward pass to the host's pinned memory, and back ahead of its use.
+            ``True``: all that is saved before the model's last repeated block; ``"blocks"``: only what repeated blocks save; an int n: only
+            what the first n save.
         compile: ``torch.compile``: ``True`` for the whole model, ``"blocks"`` for each repeated block, or a dict of its options (with
             ``"blocks": True``).
         sync_batchnorm: Batch norms compute their statistics over the samples of all ranks, as one process would over the whole micro-batch.
@@ -174,6 +177,7 @@ class Fit:
         log_every_n_steps: int = UNSET,
         callbacks: Callback | Sequence[Callback] | None = UNSET,
         activation_checkpointing: str | int | None = UNSET,
+        activation_offload: bool | str | int = UNSET,
         compile: bool | str | dict[str, Any] = UNSET,
         sync_batchnorm: bool = UNSET,
         deterministic: bool | str = UNSET,

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.config.duration import Duration
+from engine.config.kinds import Compile, Offload
 from engine.config.named_options import NamedOptions
 
 if TYPE_CHECKING:
@@ -46,6 +47,20 @@ def check_settings(settings: Settings) -> None:
     if settings.benchmark and settings.deterministic is True:
         raise ValueError(
             "benchmark=True and deterministic=True: the fastest algorithm differs between runs; give one of them"
+        )
+    check_offload_and_compile(settings.activation_offload, settings.compile)
+
+
+def check_offload_and_compile(offload: Offload, compiled: Compile) -> None:
+    """Raise an error for activation offload in a model that is compiled as a whole.
+
+    Raises:
+        ValueError: both are set; the message says what to change.
+    """
+    if offload and compiled and compiled != "blocks" and not (isinstance(compiled, dict) and compiled.get("blocks")):
+        raise ValueError(
+            f"activation_offload={offload!r} and compile={compiled!r}: a model that is compiled as a whole saves everything at its end and needs "
+            "everything when its backward pass starts, so that nothing could be away in between; use compile='blocks'"
         )
 
 

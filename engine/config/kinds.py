@@ -41,6 +41,7 @@ COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")
 
 Recompute = str | int | None
 Compile = bool | str | dict[str, Any]
+Offload = bool | str | int
 
 RUN_ENTRIES = ("checkpoints", "hang", "predictions", "profiler", "run.json", "sent", "tensorboard")
 """Files and folders that the library writes into a run's folder: into ``root_dir`` itself, for the first run without a name."""
@@ -602,6 +603,27 @@ class Recomputation(Kind):
         if value < 1:
             raise not_possible(name, value, possible)
         return value
+
+
+class Offloading(Kind):
+    """The setting for activation offload: ``False``, ``True``, ``"blocks"``, or an int n for the first n blocks."""
+
+    accepts = "bool | str | int"
+    words = (*_FLAGS, "blocks")
+
+    def normalized(self, name: str, value: Any) -> Offload:
+        possible = "True or False, 'blocks', or an int n of at least 1 (the first n blocks)"
+        if value is None:
+            return False
+        if isinstance(value, bool) or value == "blocks":
+            return value
+        if isinstance(value, str):
+            raise unknown_word(name, value, ["blocks"], possible)
+        if not is_whole_number(value):
+            raise wrong_type(name, value, possible)
+        if value < 1:
+            raise not_possible(name, value, possible)
+        return operator.index(value)
 
 
 class Compilation(Kind):

@@ -21,6 +21,7 @@ from engine.config.kinds import (
     Interval,
     Kind,
     Maximum,
+    Offloading,
     PrecisionName,
     Recomputation,
     RunName,
@@ -119,6 +120,9 @@ class Settings:
     activation_checkpointing: str | int | None = setting(Recomputation(), None)
     """Recompute the model's repeated blocks in the backward pass instead of storing their results: ``"full"``, ``"selective"`` (results
     of matrix products and attention are kept), an int n (every n-th block only), or ``None``."""
+    activation_offload: bool | str | int = setting(Offloading(), False)
+    """Move what the forward pass saves for the backward pass to the host's pinned memory, and back ahead of its use. ``True``: all that is saved
+    before the model's last repeated block; ``"blocks"``: only what repeated blocks save; an int n: only what the first n save."""
     compile: bool | str | dict[str, Any] = setting(Compilation(), False)
     """``torch.compile``: ``True`` for the whole model, ``"blocks"`` for each repeated block, or a dict of its options (with ``"blocks": True``)."""
     sync_batchnorm: bool = setting(Flag(), False)

@@ -75,6 +75,8 @@ class PlacedModule:
                 )
             self._engine.place_model(module)
             strategy.transform(module)
+            if self._engine.activation_offload is not None:
+                self._engine.activation_offload.attach(module)
         self._read_weights()
         self.call = step_accepting(module, "training_step", self.call, training=True)
 
@@ -117,8 +119,8 @@ class PlacedModule:
         # A sharded module stays sharded after its run, so a later run must use the same wrapper.
         step = module.sharded_root[0] if forward_has_collectives and module.sharded_root else TrainingStep(module)
         wrapped = self._engine.prepare_model(step, autocast=False)
-        # A strategy that wraps nothing leaves the direct call.
-        if forward_has_collectives or type(wrapped) is not TrainingStep:
+        # A strategy that wraps nothing leaves the direct call, unless the step itself has hooks.
+        if forward_has_collectives or type(wrapped) is not TrainingStep or self._engine.activation_offload is not None:
             self.call = wrapped
         if forward_has_collectives:
             module.sharded_root = [wrapped]

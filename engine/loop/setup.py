@@ -65,6 +65,7 @@ def new_run(
         seed=settings.seed,
         group=group,
         activation_checkpointing=settings.activation_checkpointing,
+        activation_offload=settings.activation_offload,
         compile=settings.compile,
         sync_batchnorm=settings.sync_batchnorm,
     )

@@ -86,6 +86,8 @@ class Strategy(GradientSync):
     """Applies recomputation and compilation to a model (see :meth:`transform_by`); called once, after stages are cut and before sharding."""
     compiles_whole: str | None = field(default=None, init=False, repr=False)
     """Why a model can only be compiled block by block under this strategy; ``None``: it can be compiled as a whole."""
+    keeps_activations: str | None = field(default=None, init=False, repr=False)
+    """Why activations cannot be moved to the host's memory under this strategy; ``None``: they can. Known after ``connect``."""
     window: Window = field(default_factory=Window, init=False, repr=False)
     """The engine's accumulation window; set by the engine."""
 

@@ -26,8 +26,10 @@ from engine.strategies.pipeline_stages import stages_of
 from engine.strategies.pipelined_passes import PipelinedPasses
 from engine.transforms.blocks import user_module
 from engine.transforms.compile import Transforms
+from engine.transforms.offload import check_offload
 from engine.utils.errors import nearest
 
+_IN_FLIGHT = "a pipeline has several micro-batches in flight, whose activations do not come back in the order in which they leave"
 _IN_PARTS = "its stages are on several ranks, and no rank runs the whole model"
 
 
@@ -128,6 +130,7 @@ class MeshParallel(FSDP):
         sizes = self._axes() if world_size is None else self._degrees(world_size)
         if sizes["pp"] > 1:
             Transforms(compile=settings.compile).check(_IN_PARTS, type(self).__name__)
+            check_offload(settings.activation_offload, type(self).__name__, _IN_FLIGHT)
 
     def _degrees(self, world_size: int) -> dict[str, int]:
         sizes = super()._degrees(world_size)
@@ -150,6 +153,7 @@ class MeshParallel(FSDP):
         self.pipelined = self.parts_differ = pp > 1
         self.fused = "runs forward and backward passes together" if pp > 1 else None
         self.compiles_whole = _IN_PARTS if pp > 1 else None
+        self.keeps_activations = _IN_FLIGHT if pp > 1 else None
         self.data_group = self.loss_group = data_group(group, self._sizes)
         stage = group.rank // (group.world_size // pp)
         self.random_stream = self.data_group.rank * pp + stage

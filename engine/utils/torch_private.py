@@ -6,6 +6,7 @@ Planning has others in ``planning/torch_private.py``. If torch renames a name or
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -104,6 +105,40 @@ def nccl_record() -> bytes | str | None:
     dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
     record: bytes | str | None = None if dump is None else dump()
     return record
+
+
+class _CallBetweenHooks:
+    """The call of a compiled module between two hooks, which stay outside of what is compiled."""
+
+    def __init__(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._module, self._before, self._after = weakref.ref(module), before, after
+        self._compiled: Any = module._compiled_call_impl
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        self._before(module, args)
+        try:
+            return self._compiled(*args, **kwargs)
+        finally:
+            self._after(module, args, None)
+
+    def remove(self) -> None:
+        """Let the module be called as before."""
+        if (module := self._module()) is not None and module._compiled_call_impl is self:
+            module._compiled_call_impl = self._compiled
+
+
+def around_calls(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[Any]:
+    """Call ``before(module, args)`` and ``after(module, args, output)`` around each call of a module, also if it fails. The handles remove them.
+
+    A compiled module gets them around the compiled call: ``torch.compile`` would take hooks into what it compiles, and use the result for other
+    modules of the class, because its guards do not look at hooks.
+    """
+    if module._compiled_call_impl is None:
+        return [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
+    call = _CallBetweenHooks(module, before, after)
+    module._compiled_call_impl = call
+    return [call]
 
 
 # -- wrapped and sharded models -------------------------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ KINDS = {
     "word or int": Kind(
         *("activation_checkpointing", "full", "2", "selective", "null"), (None, "full", 2, "selective", None)
     ),
+    "bool, word or int": Kind("activation_offload", "blocks", "2", True, "false", (False, "blocks", 2, True, False)),
     "device": Kind("accelerator", "gpu", "cpu", "cuda", "MPS", ("auto", "gpu", "cpu", "cuda", "mps")),
     "strategy": Kind("strategy", "fsdp", "ddp", "single", "tp", ("auto", "fsdp", "ddp", "single", "tp")),
 }

@@ -234,6 +234,28 @@ def test_what_is_compiled_leaves_a_function_out() -> None:
         assert torch.compile(lambda x: left_out(x) * 2, backend="eager")(torch.ones(())) == 8.0
 
 
+def test_hooks_around_calls_of_a_module() -> None:
+    """Of a plain one and of a compiled one, also where it fails; both are as before once they are removed."""
+    for compiled in (False, True):
+        module, events = nn.Linear(2, 2), []
+        if compiled:
+            module.compile(backend="eager")
+        handles = torch_private.around_calls(
+            module, lambda *_, events=events: events.append("before"), lambda *_, events=events: events.append("after")
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module(torch.ones(1, 2))
+            with pytest.raises((RuntimeError, TypeError)):
+                module(torch.ones(1, 3))
+            assert events == ["before", "after"] * 2
+            for handle in handles:
+                handle.remove()
+            module(torch.ones(1, 2))
+        assert len(events) == 4
+        assert (module._compiled_call_impl is not None) == compiled
+
+
 def test_batch_norm() -> None:
     assert all(issubclass(kind, torch_private.BatchNorm) for kind in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm))
 

@@ -52,6 +52,7 @@ from engine.strategies.deepspeed.gathered_order import GatheredOrder
 from engine.strategies.deepspeed.reduced_order import ReducedOrder, ShardedReducedOrder
 from engine.strategies.deepspeed.shards import Shards
 from engine.strategies.owned_step import OwnedStepper, OwnsStep
+from engine.transforms.offload import check_offload
 from engine.utils import accelerator, torch_private
 from engine.utils.log import warn_once
 from engine.utils.loss import LEAVE_OUT
@@ -103,6 +104,11 @@ class DeepSpeed(Strategy, OwnsStep):
     _requirements: dict[str, RequiredValue] | None = field(default=None, init=False, repr=False)
     _batch_size: Any = field(default=None, init=False, repr=False)
     _models: list[DrivenModel] = field(default_factory=list, init=False, repr=False)
+    keeps_activations: str | None = field(
+        default="DeepSpeed empties and refills the parameters that autograd saves, which was not tried together on a device",
+        init=False,
+        repr=False,
+    )
 
     def __post_init__(self) -> None:
         self._config, self._where = configuration.read(self.config)
@@ -129,6 +135,7 @@ class DeepSpeed(Strategy, OwnsStep):
     def check(self, settings: Settings, origins: Mapping[str, str], world_size: int | None) -> None:
         configuration.check_precision(Precision.parse(settings.precision).name, self.zero_stage, settings.accelerator)
         configuration.check_clipping(settings, origins)
+        check_offload(settings.activation_offload, type(self).__name__, self.keeps_activations)
 
     # -- where it runs ----------------------------------------------------------------------------------------------------------
 
