@@ -18,6 +18,7 @@ from engine.planning.paper_formulas import Check
 from engine.planning.plan_page import page
 from engine.planning.plan_text import as_text, plural, show_plan
 from engine.planning.rank_trace import Collective as Collective
+from engine.planning.rank_trace import HostTraffic as HostTraffic
 from engine.planning.rank_trace import Memory as Memory
 from engine.planning.rank_trace import Moment as Moment
 from engine.planning.rank_trace import Operation as Operation
@@ -263,6 +264,7 @@ class Plan:
                 f"neighbouring ranks share a node: {plural(job.ranks_per_node, 'rank')} on each of {job.nodes}"
             )
         sentences += step_time.host_assumptions(self.worst, device)
+        sentences += step_time.offload_assumptions(self.worst, device)
         if job.world_size > 1:
             sentences.append(
                 "of the ranks that do the same one is traced; where shards do not divide evenly, one with the largest"
@@ -371,6 +373,11 @@ class Plan:
                 for sent in time.sent
             ],
             "step_s": time.expected_s,
+            **(
+                {}
+                if trace.offloaded is None
+                else {"offloaded": {**asdict(trace.offloaded), "waiting_s": time.offload_s}}
+            ),
         }
 
     def write_page(self, path: str | Path) -> Path:

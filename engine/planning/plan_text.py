@@ -142,6 +142,15 @@ def time_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
                 f"{plan['job']['schedule']}, {plan['job']['parts']} parts: {time['bubble_fraction']:.1%} bubble, {duration(time['bubble_s'])}",
             )
         )
+    if (moved := slowest.get("offloaded")) is not None:
+        waiting = f"{duration(moved['waiting_s'])} of it not hidden" if moved["waiting_s"] else "hidden"
+        rows.append(
+            (
+                "activations on the host",
+                f"{size(moved['host_bytes'])} of pinned memory for each rank; {size(moved['sent_bytes'])} out and "
+                f"{size(moved['returned_bytes'])} back a step, {waiting}",
+            )
+        )
     rows.append(("MFU", f"{time['mfu']:.1%}; at most {time['mfu_bound']:.1%}"))
     tokens = time["tokens_per_second"]
     tokens_text = (

@@ -115,6 +115,18 @@ class Allocations:
 
 
 @dataclass(frozen=True, slots=True)
+class HostTraffic:
+    """Activations that a rank moves to the host's memory and back (``activation_offload``)."""
+
+    host_bytes: int
+    """Pinned memory of the host, which the allocator takes in powers of two."""
+    sent_bytes: int
+    """Bytes that cross the link to the host in a step, in its forward passes."""
+    returned_bytes: int
+    """Bytes that come back in a step, in its backward passes. The last ones to leave are often still on the device when they are needed."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankTrace:
     """The trace of one full step of one rank. It is never the first step, because that one creates the optimizer's state."""
 
@@ -134,6 +146,8 @@ class RankTrace:
     """The allocations of the first step and of a later one, from which torch's caching allocator is replayed."""
     on_host: dict[str, int] = field(default_factory=dict)
     """Bytes, between steps, of what is in the host's memory, by field of :class:`Memory`. No other number of the trace includes them."""
+    offloaded: HostTraffic | None = None
+    """The activations that ``activation_offload`` moves; ``None``: none."""
     overlaps: bool = True
     """Whether the strategy runs its collectives concurrently with a pass, where a pass allows it."""
     missing: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ from engine.planning.counters import CollectiveCounter, OperationCounter
 from engine.planning.rank_trace import Phase
 from engine.planning.storages import StorageLog
 from engine.planning.strategy_facts import KeptTensors
+from engine.planning.traced_offload import TracedCopies
 from engine.utils.torch_private import whole_gradients
 
 
@@ -40,6 +41,8 @@ class StepObserver(torch_private.Mode):
         self._accelerated = accelerated
         self.memory, self.operations = StorageLog(), OperationCounter()
         self.collectives = CollectiveCounter(axes)
+        self.copies = TracedCopies(self.memory)
+        """Stands for the copies of activations to the host."""
         self._stack = ExitStack()
         self._modules: dict[int, str] = {}
         self._owners: dict[int, str] = {}
@@ -130,12 +133,13 @@ class StepObserver(torch_private.Mode):
         memory.set_kind(inputs, storages.INPUTS)
         self.collectives.clear()
         self.operations.clear()
+        self.copies.begin_step()
         memory.record()
         self._recording = True
 
     def next_micro_batch(self, inputs: list[Tensor], count_as: int = 1) -> None:
         """Begin a micro-batch that represents ``count_as`` equal micro-batches of the step."""
-        self.collectives.weight = self.operations.weight = count_as
+        self.collectives.weight = self.operations.weight = self.copies.weight = count_as
         self.memory.set_kind(inputs, storages.INPUTS)
         self.enter("forward")
 

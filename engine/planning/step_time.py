@@ -228,6 +228,24 @@ def host_assumptions(trace: RankTrace, device: Hardware) -> list[str]:
     ]
 
 
+def offload_seconds(trace: RankTrace, device: Hardware) -> dict[str, float]:
+    """Seconds in which activations cross the link to the host and back in a step, by the pass that they run beside."""
+    moved = trace.offloaded
+    if moved is None or device.is_host:
+        return {}
+    rate = device.to_host * device.reached.links
+    return {"forward": moved.sent_bytes / rate, "backward": moved.returned_bytes / rate}
+
+
+def offload_assumptions(trace: RankTrace, device: Hardware) -> list[str]:
+    """Sentences on what :func:`offload_seconds` assumes."""
+    if trace.offloaded is None or device.is_host:
+        return []
+    return [
+        f"activations cross a link of {device.to_host / 1e9:g} GB/s beside the passes, a block ahead: what takes longer than its pass holds it up"
+    ]
+
+
 STAGES_OF_A_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2, "zbv": 2, "dualpipev": 2}
 """Pipeline stages on one rank, by the schedule. Copied from :data:`engine.strategies.pipeline.SCHEDULES`, whose import takes a second."""
 BUBBLE_FORMULAS = {
@@ -303,7 +321,9 @@ class StepTime:
     bubble_s: float
     """Seconds in which the rank waits for other stages of the pipeline."""
     host_s: float
-    """Seconds of transfers to and from the host's memory, and of the optimizer's step there."""
+    """Seconds of transfers to and from the host's memory that no pass hides, and of the optimizer's step there."""
+    offload_s: float
+    """Seconds in :attr:`host_s` in which a pass waits for activations that cross the link to the host."""
     expected_s: float
     """The estimated seconds of the step: compute, exposed communication, the bubble and the host's memory."""
     best_s: float
@@ -364,7 +384,8 @@ def step_time(
         )
         for phase in (*_PASSES, _OUTSIDE)
     }
-    passes = exposed = 0.0
+    passes = exposed = offload = 0.0
+    crossing = offload_seconds(trace, device)
     for phase in _PASSES:
         computing = parts[phase].seconds
         hidden = [entry for entry in sent if entry.overlaps and entry.collective.phase == phase]
@@ -372,16 +393,18 @@ def step_time(
         unhidden += _uncovered(hidden, computing)
         passes += computing + unhidden
         exposed += unhidden
+        offload += max(0.0, crossing.get(phase, 0.0) - computing - unhidden)
     outside_passes = sum(entry.seconds for entry in sent if entry.collective.phase not in _PASSES)
     total, outside_s = sum(parts.values(), Compute()), parts[_OUTSIDE].seconds
     waiting = passes * bubble / (1 - bubble)
-    sending_s, host = sum(entry.seconds for entry in sent), host_seconds(trace, device)
+    sending_s, host = sum(entry.seconds for entry in sent), host_seconds(trace, device) + offload
     return StepTime(
         compute=total,
         sent=sent,
         exposed_s=exposed + outside_passes,
         bubble_s=waiting,
         host_s=host,
+        offload_s=offload,
         expected_s=passes + waiting + outside_s + outside_passes + host,
         best_s=total.seconds + sending_s if device.is_host else max(total.seconds, sending_s) + host,
         worst_s=total.seconds

@@ -142,6 +142,8 @@ def _traced_training(
     with simulated.simulation, observer, torch_private.eager():
         make_fake(run.module)
         observer.name(run.module)
+        if engine.activation_offload is not None:
+            engine.activation_offload.copies = observer.copies
         set_up_training(run)
         # A plan takes a few steps more than a short training has, and a schedule may end with it.
         run.set_optimizers(run.optimizers, run.schedulers, automatic=False)
@@ -172,6 +174,7 @@ def _recorded(run: Run, observer: StepObserver, timeline: tuple[Moment, ...], sa
         timeline=timeline,
         collectives=observer.collectives.collectives(),
         operations=observer.operations.operations(),
+        offloaded=None if run.engine.activation_offload is None else observer.copies.traffic(),
         overlaps=strategy_facts(run.engine.strategy).overlaps,
     )
 

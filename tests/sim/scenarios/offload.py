@@ -267,6 +267,29 @@ def slow_recomputation_compilation_accumulation_and_bf16() -> None:
             assert offloaded.peak <= 0.65 * plain.peak, (transforms, more, offloaded.peak / plain.peak)
 
 
+def slow_plans() -> None:
+    """A plan has the bytes on the host, over the link and on the device."""
+    for settings in (
+        {},
+        {"activation_offload": True},
+        {"activation_offload": 3},
+        {"activation_offload": True, "activation_checkpointing": "full"},
+        {"activation_offload": True, "accumulate_grad_batches": 2},
+    ):
+        found = _trained(Stack(), **settings)
+        plan = Fit(**settings).plan(Stack(), _batches(), world_size=1, device="h100")
+        (rank,) = plan.traces
+        assert plan.missing == ()
+        held = rank.timeline[0].memory
+        device = rank.peak.memory.total - held.parameters - held.inputs
+        assert abs(device - found.peak) <= 0.05 * found.peak, (settings, device / MIB, found.peak / MIB)
+        if "activation_offload" in settings:
+            window = settings.get("accumulate_grad_batches", 1)
+            assert rank.offloaded is not None
+            planned = (rank.offloaded.host_bytes, rank.offloaded.sent_bytes, rank.offloaded.returned_bytes)
+            assert planned == (found.host, window * found.sent, window * found.returned), (settings, planned, found[2:])
+
+
 # -- what users do ------------------------------------------------------------------------------------------------------------------------
 
 
