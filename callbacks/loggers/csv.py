@@ -64,7 +64,7 @@ class CSVLogger(Logger):
         """The path of the file; known from the start of the first run."""
         self._config = ""
         self._columns: dict[str, None] = dict.fromkeys(_FIXED)
-        """Their names, in order."""
+        """The names of the columns, in order."""
         self._file: AppendFile | None = None
 
     @property
