@@ -32,6 +32,13 @@ class Treatment(NamedTuple):
 _MATRICES, _ELEMENTS = Treatment(), Treatment(is_matrixwise=False)
 _OF_TORCH = {"Muon": _MATRICES, "Adafactor": _ELEMENTS, "Rprop": _ELEMENTS}
 _OF_TORCHAO = ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")
+_OF_PYTORCH_OPTIMIZER = (
+    dict.fromkeys(("AdaGO", "Alice", "APOLLO", "DASH", "Fira", "GaLore", "Kron", "MuonClip", "NorMuon", "SpectralSphere"), _MATRICES)
+    | dict.fromkeys(("A2Grad", "ADOPT", "AdaNorm", "AdaSmooth", "AdaTAM", "AdamP", "Adan", "Aida", "Amos", "ApolloDQN"), _ELEMENTS)
+    | dict.fromkeys(("DiffGrad", "EmoFact", "FAdam", "FTRL", "FlashAdamW", "Fromage", "MADGRAD", "MARS", "Nero", "RACS"), _ELEMENTS)
+    | dict.fromkeys(("ROSE", "SGDP", "SGDSaI", "SPAM", "SRMM", "SWATS", "SaRA", "StableAdamW", "StableSPAM", "TAM"), _ELEMENTS)
+)  # fmt: skip
+"""Classes of the package ``pytorch_optimizer`` that use a norm of each tensor, have states of other shapes, or do what torch cannot distribute."""
 _BY_NAME = (
     dict.fromkeys(("SOAP", "Shampoo", "ScalableShampoo", "Muon", "AdaMuon", "Conda", "SCION", "SCIONLight"), _MATRICES)
     | dict.fromkeys(("SingleDeviceMuon", "SingleDeviceMuonWithAuxAdam"), Treatment(fills_gradients=True))
@@ -41,6 +48,8 @@ _BY_NAME = (
 """Classes of other packages and of the user, by name."""
 _OWN_WORK = ("dion", "distributed_shampoo", "heavyball", "torchtitan")
 """Packages whose optimizers know sharded tensors, or keep views of parameters: they are left alone."""
+_TRIED = ("torch", "torchao", "bitsandbytes")
+"""Packages whose classes are all known."""
 _GLOBAL = (
     *("Prodigy", "ProdigyPlusScheduleFree", "AdaGC", "DoG", "DoWG", "DAdaptation", "Mechanic"),
     *("DAdaptSGD", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptAdaGrad"),
@@ -69,7 +78,8 @@ def whole(optimizer: AnyOptimizer, divide_work: bool = False) -> AnyOptimizer:
     Before a step each whole gradient and value goes to one rank, where the unchanged class steps them; then the new values come back. Use it for
     optimizers that do more than treat each element by itself (they factorize, orthogonalize, normalize or quantize a matrix) and are not known:
     ``torch.optim.Muon`` and ``Adafactor``, SOAP, Shampoo, CAME, Adam-mini, 8-bit optimizers of torchao and bitsandbytes and some others are treated
-    so without this call.
+    so without this call. An optimizer of an unknown class is tried on small matrices where parameters are sharded, and a warning says if this call
+    seems to be missing, or wrong.
 
     Args:
         optimizer: an optimizer that is not prepared yet.
@@ -104,14 +114,24 @@ def treatment(optimizer: Optimizer) -> Treatment | None:
     if marked is not None:
         return marked
     of_class = known_treatment(optimizer)
-    if of_class is not None and (problem := _obstacle(optimizer)):
+    if (of_class is not None or _is_global(optimizer)) and (problem := _obstacle(optimizer)):
         raise ValueError(f"{type(optimizer).__name__} needs whole tensors, and parameters are sharded: {problem}")
     return of_class
 
 
+def was_tried(optimizer: Optimizer) -> bool:
+    """Return whether the class is known by its package too, and not only by a name that other packages may use differently."""
+    return _is_own_work(optimizer) or type(optimizer).__module__.partition(".")[0] in _TRIED
+
+
+def was_said(optimizer: Optimizer) -> bool:
+    """Whether the user has called :func:`whole` for the optimizer."""
+    return _MARK in vars(optimizer)
+
+
 def is_known(optimizer: Optimizer) -> bool:
     """Whether the optimizer is known, or was said, to need whole tensors."""
-    return _MARK in vars(optimizer) or known_treatment(optimizer) is not None
+    return was_said(optimizer) or known_treatment(optimizer) is not None
 
 
 def divides_work(optimizer: Optimizer) -> bool:
@@ -129,6 +149,8 @@ def known_treatment(optimizer: Optimizer) -> Treatment | None:
             known_class = _OF_TORCH.get(cls.__name__)
         elif package == "bitsandbytes":
             known_class = _ELEMENTS
+        elif package == "pytorch_optimizer":
+            known_class = _OF_PYTORCH_OPTIMIZER.get(cls.__name__, known_class)
         elif package == "torchao" and path.startswith("optim"):
             known_class = _ELEMENTS if cls.__name__ in _OF_TORCHAO else None
         if known_class is not None:
@@ -141,7 +163,7 @@ def _obstacle(optimizer: Optimizer) -> str:
     classes = _classes(optimizer)
     if _is_own_work(optimizer):
         return "its package handles sharded tensors, or keeps views of parameters, by itself: use it without whole()"
-    if any(cls.__name__ in _GLOBAL for cls in classes):
+    if _is_global(optimizer):
         return "it estimates one value over all parameters, and no rank has them all in its step. Use strategy='ddp' without whole()"
     if needs_closure(optimizer):
         return "its step evaluates the loss (a closure), for which tensors cannot be lent. Use strategy='ddp' without whole()"
@@ -155,12 +177,21 @@ def _obstacle(optimizer: Optimizer) -> str:
     ) is not None:
         return f"it wraps another optimizer ({inner}), whose state would be lost: give whole() that one, without the wrapper"
     names = {name for cls in classes for function in vars(cls).values() for name in _names(function)}
-    if collectives := sorted(names & _COLLECTIVES):
+    # Adam-mini exchanges only where these say that it holds shards by itself.
+    is_alone = getattr(optimizer, "world_size", 2) <= 1 or getattr(optimizer, "model_sharding", True) is False
+    if not is_alone and (collectives := sorted(names & _COLLECTIVES)):
+        instead = (
+            "set optimizer.world_size = 1" if hasattr(optimizer, "world_size") else "use a variant for a single device"
+        )
         return (
-            f"its step exchanges tensors between the ranks by itself ({collectives[0]}), for which all ranks would need the same ones. Use "
-            "torch.optim.Muon, or a variant for a single device"
+            f"its step exchanges tensors between the ranks by itself ({collectives[0]}), for which all ranks would need the same ones. If it is "
+            f"Muon, use torch.optim.Muon; otherwise {instead}, or strategy='ddp'"
         )
     return ""
+
+
+def _is_global(optimizer: Optimizer) -> bool:
+    return any(cls.__name__ in _GLOBAL for cls in _classes(optimizer))
 
 
 def _classes(optimizer: Optimizer) -> tuple[type, ...]:

@@ -88,7 +88,7 @@ OWN_FORM = {
     "asked_stop": str,
     "streams": list,
 }
-OPTIM_FORM = {"state": dict, "param_groups": [{"params": list}]}
+OPTIM_FORM = {"state": dict, "param_groups": [{"params": list}], "beside_parameters": dict}
 ENTRY_PLACE = "checkpoint entry"
 """The kind of place under which extensions know names of a checkpoint's entries."""
 _STORED = "the run stores and restores it"

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from engine.distributed.group import Group
 from engine.step.gradients import squares_of, traces
+from engine.step.optimizers import explain_missing_graph
 from engine.utils import accelerator
 
 
@@ -116,4 +117,4 @@ class GradientSync:
         Args:
             doing: the beginning of the sentence: ``"the step of SGD"``, ``"the backward pass"`` or ``"the training step"``.
         """
-        return ""
+        return explain_missing_graph(error)

@@ -151,6 +151,11 @@ def configured(
                 f"{type(optimizer).__name__} divides its state among the ranks by itself, so no checkpoint could have it: return the optimizer "
                 "inside it, and let a strategy that shards divide the states, such as Fit(strategy='fsdp')"
             )
+        if automatic and callable(getattr(optimizer, "fused_backward", None)):
+            raise ValueError(
+                f"{type(optimizer).__name__} steps inside of a backward pass of its own (fused_backward), where gradients are not yet those of all "
+                "ranks and micro-batches, nor clipped: use another one. States of 8 bits (torchao's AdamW8bit) and strategy='fsdp' save memory, too"
+            )
         if not any(p.requires_grad for p in parameters_of([optimizer])):
             message = f"{type(optimizer).__name__} has no parameters to train: it was given none, or only frozen ones (requires_grad=False)"
             if frozen is None or not parameters_of([optimizer]):
@@ -236,6 +241,10 @@ def _optimizer(optimizer: Any) -> Optimizer:
             f"configure_optimizers returned {type(optimizer).__name__}, not a torch.optim.Optimizer; possible: an optimizer, a list of them, "
             '([optimizers], [schedulers]), {"optimizer": ..., "lr_scheduler": ...}'
         )
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"configure_optimizers returned {type(optimizer).__name__}, which has no param_groups: return the optimizer that it wraps"
+        )
     return optimizer
 
 
@@ -261,3 +270,19 @@ def needs_closure(optimizer: Optimizer) -> bool:
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     required = bool(parameters) and parameters[0].name == "closure" and parameters[0].default is inspect.Parameter.empty
     return required or all(callable(getattr(optimizer, half, None)) for half in ("first_step", "second_step"))
+
+
+def explain_missing_graph(error: Exception) -> str:
+    """Say which optimizer has asked for derivatives of gradients that have no graph, and what to do; empty if it is another error."""
+    if "does not require grad and does not have a grad_fn" not in str(error):
+        return ""
+    trace, owner = error.__traceback__, None
+    while trace is not None:
+        owner, trace = trace.tb_frame.f_locals.get("self", owner), trace.tb_next
+    if not isinstance(owner, Optimizer):  # a closure's backward pass, for example, belongs to another object
+        return ""
+    return (
+        f"the step of {type(owner).__name__} differentiates gradients, which have no graph: on one process set automatic_optimization = False, call "
+        "self.manual_backward(loss, create_graph=True), and step by yourself. Several ranks reduce gradients outside of their graph: use an "
+        "optimizer that estimates the curvature from gradients alone, such as AdamW or SOAP"
+    )

@@ -21,6 +21,7 @@ from engine.distributed.group import Group
 from engine.step.gradient_sync import GradientSync, StepStream
 from engine.step.missing_loss import zero_with_graph
 from engine.step.optimizer_step import Stepper
+from engine.step.optimizers import is_of_torch
 from engine.step.passes import Passes
 from engine.step.precision import Precision
 from engine.step.scaler import Scaler
@@ -298,20 +299,21 @@ class Strategy(GradientSync):
                 group["capturable"] = False  # saved on a GPU; on CPU parameters torch refuses it
         numbers = [i for group in numbered["param_groups"] for i in group["params"]]
         parameters = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
-        targets: dict[str, Tensor] = {}
-        for i, entry in numbered["state"].items():
-            for key, stored in entry.items() if i in parameters else ():
-                if isinstance(stored, Stored):
-                    existing, part = (
-                        optimizer.state.get(parameters[i], {}).get(key),
-                        self.part_like(stored, parameters[i]),
-                    )
-                    targets[stored.name] = existing if _can_hold(existing, part) else part
         entries = {i: entry for i, entry in numbered["state"].items() if i in parameters}
+        targets: dict[str, Tensor] = {}
+        for i, entry in entries.items():
+            for stored, existing in _stored_tensors(entry, optimizer.state.get(parameters[i])):
+                part = self.part_like(stored, parameters[i])
+                targets[stored.name] = existing if _can_hold(existing, part) else part
+        for stored, existing in _stored_tensors(numbered.get(BESIDE), optimizer.state):
+            targets[stored.name] = empty_tensor(stored).to(getattr(existing, "device", "cpu"))
         read = source.read_optim(
             {**numbered, "state": entries}, lambda stored: targets.get(stored.name, empty_tensor(stored))
         )
-        optimizer.load_state_dict({**read, "state": {i: unflat(entry) for i, entry in read["state"].items()}})
+        beside = read.pop(BESIDE, {})
+        optimizer.load_state_dict(
+            {**read, "state": {**beside, **{i: unflat(entry) for i, entry in read["state"].items()}}}
+        )
         if type(optimizer).load_state_dict is Optimizer.load_state_dict:
             names = dict(zip(parameters, parameter_names(optimizer, module).values(), strict=True))
             for i, entry in read["state"].items():
@@ -394,14 +396,32 @@ def sum_over_ranks(group: Group, value: Tensor | float, is_counted: bool = True)
     return summed
 
 
+BESIDE = "beside_parameters"
+"""The key of entries in an optimizer's state that belong to no parameter, such as MADGRAD's ``state["k"]``."""
+
+
 def named_state(optimizer: Any, module: nn.Module) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` with names instead of numbers for the parameters that ``module`` has."""
+    """Return ``optimizer.state_dict()`` with names instead of numbers for the parameters that ``module`` has.
+
+    Raises:
+        ValueError: it has another form than torch's optimizers return.
+    """
     state, names = optimizer.state_dict(), parameter_names(optimizer, module)
+    if not {"state", "param_groups"} <= state.keys():
+        raise ValueError(
+            f"{type(optimizer).__name__}: its state_dict() has {', '.join(map(repr, state))}, and not 'state' and 'param_groups', as torch's "
+            "optimizers have, so its tensors cannot be kept under the parameters' names: return the optimizer that it wraps"
+        )
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+    # torch's own compute with their states element by element, and DeepSpeed has flat ones: there the order of dims does not matter.
+    is_of_others = isinstance(optimizer, Optimizer) and not is_of_torch(optimizer)
+    parameters = dict(enumerate(_parameters(optimizer))) if is_of_others else dict.fromkeys(names)
+    beside = {key: value for key, value in state["state"].items() if key not in names}
     return {
         **state,
-        "state": {names.get(i, i): flat(entry) for i, entry in state["state"].items()},
+        "state": {names[i]: flat(entry, parameters[i]) for i, entry in state["state"].items() if i in names},
         "param_groups": groups,
+        **({BESIDE: beside} if beside else {}),
     }
 
 
@@ -426,20 +446,47 @@ def numbered_state(optimizer: Any, module: nn.Module, state: dict[str, Any]) -> 
     return {**state, "state": entries, "param_groups": merged}
 
 
-def _keep_dtypes(entry: dict[str, Any], read: Mapping[str, Any], saved: torch.dtype, parameter: Tensor) -> None:
+def _stored_tensors(entry: Any, existing: Any) -> Iterator[tuple[Stored, Any]]:
+    """The stored tensors in a parameter's saved state, each with what the optimizer has in its place.
+
+    Args:
+        entry: the saved state, or a part of it.
+        existing: the optimizer's; ``None`` if there is none.
+    """
+    if isinstance(entry, Stored):
+        yield entry, existing
+        return
+    for key, value in _items(entry):
+        yield from _stored_tensors(value, dict(_items(existing)).get(key))
+
+
+def _items(container: Any) -> Iterable[tuple[Any, Any]]:
+    """The items of a dict or a list in an optimizer's state, with their keys or numbers; nothing for another value."""
+    if isinstance(container, Mapping):
+        return container.items()
+    return enumerate(container) if isinstance(container, (list, tuple)) else ()
+
+
+def _keep_dtypes(entry: Any, read: Any, saved: torch.dtype, parameter: Tensor) -> None:
     """Put tensors back whose dtype torch has converted to the parameter's, though they had another than the parameter when they were saved: codes
     of 8 bits, counters, master copies in fp32.
 
     Args:
-        entry: the parameter's state after loading.
+        entry: the parameter's state after loading, or a dict or list in it.
         read: the same as it was read.
         saved: the dtype of the parameter in the checkpoint.
     """
-    for key, value in read.items():
-        loaded = entry.get(key)
+    for key, value in _items(read):
+        loaded = dict(_items(entry)).get(key)
         is_converted = isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype
         if is_converted and key != "step" and (value.dtype != saved or not value.is_floating_point()):
             entry[key] = value.to(parameter.device)
+        elif type(loaded) is tuple and type(value) is tuple:
+            items = list(loaded)
+            _keep_dtypes(items, value, saved, parameter)
+            entry[key] = tuple(items)
+        elif loaded is not None and not isinstance(value, Tensor):
+            _keep_dtypes(loaded, value, saved, parameter)
 
 
 def _can_hold(existing: Any, target: Tensor) -> bool:
@@ -456,5 +503,9 @@ def _can_hold(existing: Any, target: Tensor) -> bool:
 def parameter_names(optimizer: Any, module: nn.Module) -> dict[int, str | int]:
     """The name of each of the optimizer's parameters, by its number; the number again for parameters that the module does not have."""
     names = {id(p): name for name, p in module.named_parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return {i: names.get(id(p), i) for i, p in enumerate(parameters)}
+    return {i: names.get(id(p), i) for i, p in enumerate(_parameters(optimizer))}
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    """The parameters of an optimizer, in the order of their numbers in its ``state_dict``."""
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -38,6 +38,7 @@ from engine.strategies.mesh import degrees, make_mesh
 from engine.strategies.model_structure import ShardedStructure
 from engine.strategies.parameter_replacements import ParameterReplacements
 from engine.strategies.tensor_class_states import SHARDED
+from engine.strategies.update_scope import warn_of_matrices
 from engine.strategies.whole_tensors import WholeSteps
 from engine.transforms import blocks, float8
 from engine.utils import accelerator, torch_private
@@ -301,6 +302,8 @@ class FSDP(Strategy):
                 warn_once(f"{type(optimizer).__name__}: a checkpoint of this training will be an error: {SHARDED}")
         if not is_lent:
             self._switch_off_lists(optimizer)
+            if any(map(dtensors.is_dtensor, parameters_of([optimizer]))):
+                warn_of_matrices(optimizer)
 
     def _lend_whole_tensors(self, optimizer: Optimizer) -> bool:
         """Lend whole tensors to the optimizer's steps if it needs them. Return whether it does.
@@ -369,7 +372,11 @@ class FSDP(Strategy):
         )
 
     def explain(self, error: Exception, doing: str) -> str:
-        return "" if self.group.world_size == 1 else shard_errors.explanation(str(error), doing)
+        if (text := super().explain(error, doing)) or self.group.world_size == 1:
+            return text
+        if doing.startswith("the step of "):
+            return shard_errors.explanation_of_step(error, doing)
+        return shard_errors.explanation(str(error), doing)
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         if self.group.world_size > 1:
@@ -423,7 +430,8 @@ class FSDP(Strategy):
         for name, size in self._sizes.items():
             if name in differing:
                 number = number * size + coordinates[name]
-        return StepStream(number, self._draw_obstacle(parameters, differing))
+        obstacle = self._whole_steps.draw_obstacle(optimizer) or self._draw_obstacle(parameters, differing)
+        return StepStream(number, obstacle)
 
     def _coordinates(self) -> dict[str, int]:
         """This rank's index along each axis of the mesh."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,22 +91,37 @@ _FREED = "storage of size 0"
 _UNUSED = "appears to not have been used in the graph"
 
 
+def explanation_of_step(error: Exception, doing: str) -> str:
+    """Say what an error in an optimizer's step means if torch has raised it where it computes with shards; empty if it is another error.
+
+    Args:
+        doing: as for :func:`explanation`.
+    """
+    text, trace = str(error), error.__traceback__
+    is_of_shards = any(part in text for part in _MIXED)
+    while trace is not None and not is_of_shards:
+        is_of_shards = _DTENSOR in trace.tb_frame.f_code.co_filename
+        trace = trace.tb_next
+    if not is_of_shards:
+        return explanation(text, doing)
+    return (
+        f"{doing} does not work on sharded parameters (it treats them as whole matrices, or has tensors of its own): return "
+        f"engine.optim.whole(optimizer), which lends it whole ones; or {_INSTEAD}"
+    )
+
+
+_DTENSOR = os.path.join("torch", "distributed", "tensor", "")
+"""The folder of torch's files that compute with sharded tensors."""
+_MIXED = ("mixed torch.Tensor and DTensor", "placement changes are not supported", "sharding strategy registered")
+
+
 def explanation(text: str, doing: str) -> str:
     """Say what an error of torch means under a strategy that shards parameters; empty if it is another error.
 
     Args:
         doing: what has raised it, as the beginning of a sentence.
     """
-    if (
-        "mixed torch.Tensor and DTensor" in text
-        or "placement changes are not supported" in text
-        or "sharding strategy registered" in text
-    ):
-        if doing.startswith("the step of"):
-            return (
-                f"{doing} does not work on sharded parameters (it treats them as whole matrices, or has tensors of its own): return "
-                f"engine.optim.whole(optimizer), which lends it whole ones; or {_INSTEAD}"
-            )
+    if any(part in text for part in _MIXED):
         return (
             f"{doing} computes with a sharded parameter (a DTensor) outside of the module that owns it, beside plain tensors: call the module, do "
             "the computation in its forward, or use strategy='ddp'"

@@ -28,6 +28,12 @@ def check(group: Group, optimizer: Optimizer, names: Mapping[int, str | int], le
         ValueError: one is neither, on all ranks; the message names it.
     """
     problem, values = "", dict(_group_values(optimizer))
+    for path, value in _entries({key: entry for key, entry in optimizer.state.items() if not isinstance(key, Tensor)}):
+        where = f"{path!r} beside those of parameters"
+        if isinstance(value, DTensor):
+            problem = problem or f"{where} is sharded, and would be whole when it is loaded"
+        else:
+            values[where] = _fingerprint(value)
     parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
     for number, parameter in enumerate(parameters):
         if not isinstance(parameter, DTensor) or shard_count(parameter) == 1 or id(parameter) in lent:

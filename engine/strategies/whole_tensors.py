@@ -17,6 +17,7 @@ from engine.distributed.group import Group
 from engine.step.optimizers import ReplacedStep
 from engine.step.window import Window
 from engine.strategies.tensor_exchange import Bucket, Layout, Lent, LentTensor, Transfer, layout_of, local_part
+from engine.strategies.update_scope import check_lent
 from engine.transforms.blocks import user_module
 from engine.utils import accelerator
 from engine.utils.parameters import is_sharded
@@ -66,6 +67,12 @@ class WholeStep(ReplacedStep):
     def is_elsewhere(self, parameter: Tensor) -> bool:
         """Whether another rank has the state of a parameter; known after :meth:`settle_owners`."""
         return id(parameter) in self._lent_ids and self._owners[id(parameter)] != self._group.rank
+
+    @property
+    def steps_copies(self) -> bool:
+        """Whether every rank steps some tensors beside the lent ones, which have one owner each."""
+        trained = [p for p in _parameters(self.optimizer) if p.requires_grad and not p.is_meta]
+        return len({self._is_to_lend(p) for p in trained}) > 1
 
     @property
     def bytes_sent(self) -> int:
@@ -288,6 +295,8 @@ class WholeStep(ReplacedStep):
             for p, whole in pairs:
                 if whole in state:
                     state[p] = state.pop(whole)
+            for placeholder in placeholders.values():  # Adam-mini makes a state for parameters without a gradient, too
+                state.pop(placeholder, None)
 
 
 class WholeSteps:
@@ -300,7 +309,12 @@ class WholeSteps:
         return bool(self._steps)
 
     def add(self, optimizer: Optimizer, group: Group, axes: Mapping[str, int], window: Window) -> None:
-        """Replace the optimizer's step."""
+        """Replace the optimizer's step.
+
+        Raises:
+            ValueError: it seems to need all tensors at once.
+        """
+        check_lent(optimizer)
         self._steps.append(WholeStep(optimizer, group, axes, window))
 
     def step_of(self, optimizer: Optimizer) -> WholeStep | None:
@@ -320,6 +334,16 @@ class WholeSteps:
         """The ids of an optimizer's parameters that are lent."""
         step = self.step_of(optimizer)
         return set() if step is None else {id(p) for p in _parameters(optimizer) if step.is_lent(p)}
+
+    def draw_obstacle(self, optimizer: Optimizer) -> str:
+        """Why ranks would draw different random numbers for copies of the same tensors in a step; empty if they would not."""
+        step = self.step_of(optimizer)
+        if step is None or not step.steps_copies:
+            return ""
+        return (
+            "each rank steps the tensors that it owns beside others that all ranks have. engine.optim.whole(optimizer, divide_work=True) gives "
+            "these one owner, too. Otherwise"
+        )
 
     def own_part(self, optimizer: Optimizer, state: dict[str, Any], names: Mapping[int, str | int]) -> dict[str, Any]:
         """The part of a saved state that belongs to this rank.
@@ -350,6 +374,7 @@ class _Counts:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._groups = [_copies(group) for group in optimizer.param_groups]
+        self._beside = _copies(_beside(optimizer))
         self._numbers = {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
 
     def restore(self) -> None:
@@ -357,17 +382,30 @@ class _Counts:
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
             for name in group.keys() - saved.keys() - {"params"}:
                 del group[name]
-            for name, (value, copy) in saved.items():
-                if isinstance(value, Tensor):
-                    value.copy_(copy)
-                    group[name] = value
-                else:
-                    group[name] = list(copy) if type(copy) is list else copy
+            _restore(group, saved)
+        for name in _beside(self._optimizer).keys() - self._beside.keys():
+            del self._optimizer.state[name]
+        _restore(self._optimizer.state, self._beside)
         vars(self._optimizer).update(self._numbers)
 
 
-def _copies(group: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The values of a parameter group, each with a copy."""
+def _beside(optimizer: Optimizer) -> dict[Any, Any]:
+    """The entries of an optimizer's state under other keys than its parameters."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
+def _restore(values: dict[Any, Any], saved: Mapping[Any, tuple[Any, Any]]) -> None:
+    """Set values to what :func:`_copies` has saved."""
+    for name, (value, copy) in saved.items():
+        if isinstance(value, Tensor):
+            value.copy_(copy)
+            values[name] = value
+        else:
+            values[name] = list(copy) if type(copy) is list else copy
+
+
+def _copies(group: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
+    """The values of a parameter group, or of a state, each with a copy."""
     return {
         name: (value, value.clone() if isinstance(value, Tensor) else list(value) if type(value) is list else value)
         for name, value in group.items()

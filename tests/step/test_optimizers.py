@@ -11,6 +11,7 @@ from support.toys import Weight, fit, ones
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
+from callbacks import ModelCheckpoint
 from engine.step.optimizers import configured
 from engine.step.schedules import Schedule
 
@@ -81,9 +82,25 @@ def test_what_a_schedule_says() -> None:
     assert (plateau.monitor, plateau.reduce_on_plateau) == ("loss", True)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Has no parameter groups of its own."""
+
+    def __init__(self) -> None: ...
+
+
+class InBackward(torch.optim.SGD):
+    def fused_backward(self, loss: Any, lr: float) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
+        (Wrapper(), TypeError, "returned Wrapper, which has no param_groups: return the optimizer that it wraps"),
+        (
+            InBackward([nn.Parameter(torch.zeros(1))], lr=1.0),
+            ValueError,
+            r"InBackward steps inside of a backward pass of its own \(fused_backward\).*use another one",
+        ),
         ("adam", TypeError, "returned str, not a torch.optim.Optimizer; possible: an optimizer, a list"),
         ([ONE, 3], TypeError, "returned int, not a torch.optim.Optimizer"),
         ([ONE, ONE], ValueError, "the same optimizer twice"),
@@ -248,3 +265,43 @@ def test_an_optimizer_that_divides_its_state_by_itself_is_an_error(tmp_path: Pat
     with pytest.raises(ValueError, match=r"Dividing divides its state among the ranks by itself.*strategy='fsdp'"):
         fit(tmp_path).run(module, ones(1))
     assert not module.losses
+
+
+class SecondOrder(torch.optim.SGD):
+    """Differentiates the gradients in its step, as AdaHessian does."""
+
+    @torch.enable_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            torch.autograd.grad(p.grad.sum(), p)
+        return super().step()
+
+
+class Curved(Weight):
+    def configure_optimizers(self) -> Any:
+        return SecondOrder(self.parameters(), lr=1.0)
+
+
+def test_an_optimizer_that_differentiates_gradients_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"the step of SecondOrder differentiates gradients.*create_graph=True"):
+        fit(tmp_path).run(Curved(), ones(1))
+
+
+class Lookahead(torch.optim.SGD):
+    """Has a state of another form, as wrappers of optimizers have."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base_optimizer": super().state_dict(), "lookahead_state": {}}
+
+
+class Ahead(Weight):
+    def configure_optimizers(self) -> Any:
+        return Lookahead(self.parameters(), lr=1.0)
+
+
+def test_a_state_of_another_form_is_an_error_after_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"Lookahead: its state_dict\(\) has 'base_optimizer', 'lookahead_state', and not 'state' and.*after the first step",
+    ):
+        fit(tmp_path, callbacks=[ModelCheckpoint()]).run(Ahead(), ones(2))

@@ -655,7 +655,7 @@ class Kept(Net):
 def rank_states() -> Any:
     """What is said of states of optimizers that a resumed run could not take, after how many steps; and the weights of a resume that can be."""
     found: Any = {}
-    for kind in ("codes", "flat", "mean", "whole", "estimate", "object"):
+    for kind in ("codes", "flat", "mean", "whole", "estimate", "object", "sharded_beside"):
         module = Kept(kind)
         with pytest.raises((ValueError, TypeError)) as caught:
             fit(module, [data(4)] * 6, callbacks=[ModelCheckpoint(every="3 steps")])
@@ -672,15 +672,17 @@ def rank_states() -> Any:
             result.step,
             [str(w.message) for w in issued if "a checkpoint of this training" in str(w.message)],
         ]
+    found["resumed"] = {}
     with tempfile.TemporaryDirectory() as own_folder:
         root = gather_json(Engine(accelerator="cpu").group, own_folder)[0]
-        ends = []
-        for steps, resume in ((3, None), (1, None), (3, "last")):
-            module = Kept("scalar")
-            fit(module, [data(4)] * 6, max_steps=steps, resume=resume, root_dir=root, callbacks=[ModelCheckpoint()])
-            ends.append(flat(module))
+        for kind in ("scalar", "nested", "beside"):
+            ends = []
+            for steps, resume in ((3, None), (1, None), (3, "last")):
+                module, own = Kept(kind), {"root_dir": f"{root}/{kind}", "callbacks": [ModelCheckpoint()]}
+                fit(module, [data(4)] * 6, max_steps=steps, resume=resume, **own)
+                ends.append(flat(module))
+            found["resumed"][kind] = [apart(ends[0], ends[2]), apart(ends[0], ends[1])]
         gather_json(Engine(accelerator="cpu").group, None)
-    found["resumed"] = [apart(ends[0], ends[2]), apart(ends[0], ends[1])]
     return found
 
 
@@ -771,6 +773,7 @@ def test_what_fsdp_ignores_draws_alike(found: Any) -> None:
         ("mean", "'mean' of 'layers.0.norm.weight' is not summed up over the ranks yet"),
         ("whole", "'m' of 'layers.0.norm.weight' is whole on each rank, and its parameter is sharded"),
         ("estimate", "'d' of parameter group 0 is each rank's own"),
+        ("sharded_beside", "'latest.grad' beside those of parameters is sharded, and would be whole when it is loaded"),
         ("object", "Keeping: the state['state']['layers.0.norm.weight']['projector'] is of type builtins.object"),
     ],
 )
@@ -786,8 +789,9 @@ def test_states_that_cannot_be_resumed_are_refused_after_the_first_step(found: A
             assert words in warned[0]
 
 
-def test_states_that_are_equal_on_all_ranks_are_resumed(found: Any) -> None:
-    for resumed, differs in (rank["resumed"] for rank in found["states"]):
+@pytest.mark.parametrize("kind", ["scalar", "nested", "beside"])
+def test_states_that_are_equal_on_all_ranks_or_sharded_like_their_parameters_are_resumed(found: Any, kind: str) -> None:
+    for resumed, differs in (rank["resumed"][kind] for rank in found["states"]):
         assert resumed == 0.0 < differs
 
 

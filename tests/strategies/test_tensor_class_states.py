@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.stateful import Keeping
 from support.toys import fit
 from torch import Tensor, nn
 
@@ -61,3 +62,36 @@ def test_parts_and_back() -> None:
     assert torch.equal(back["exp_avg"].codes, state["exp_avg"].codes)
     with pytest.raises(ValueError, match=r"of class 'os\.system'; possible: OptimState8bit"):
         unflat({"exp_avg": {"tensor_class": "os.system", "context": []}})
+
+
+class Transposed(Net):
+    def configure_optimizers(self) -> Any:
+        self.optimizer = Keeping(self.parameters(), "transposed")
+        return self.optimizer
+
+
+def test_the_order_of_dims_in_memory_is_resumed(tmp_path: Path) -> None:
+    """Without it SOAP, whose bases are transposed, would continue with other last bits."""
+    module = Transposed("")
+    fit(tmp_path, max_steps=2, callbacks=ModelCheckpoint()).run(Transposed(""), data())
+    fit(tmp_path, max_steps=2).run(module, data(), resume="last")
+    state = module.optimizer.state[module.linear.weight]
+    assert state["bases"][0].stride() == state["stride"] == (1, 64)
+
+
+def test_only_dense_tensors_in_another_order_than_their_parameter_are_permuted() -> None:
+    parameter = torch.zeros(2, 3, 4).permute(2, 0, 1)
+    like = torch.randn(2, 3, 4).permute(2, 0, 1)
+    other = torch.randn(3, 4, 2).permute(2, 0, 1)
+    strided = torch.randn(4, 8)[:, ::2]
+    state = {"like": like, "other": [other], "strided": (strided,), "row": torch.randn(1, 4), "none": None}
+    parts = flat(state, parameter)
+    assert parts["like"] is like
+    assert parts["strided"][0] is strided
+    assert parts["row"] is state["row"]
+    assert parts["other"][0]["tensor"].is_contiguous()
+    assert parts["other"][0]["tensor"].shape == (3, 4, 2)
+    back = unflat(parts)
+    assert torch.equal(back["other"][0], other)
+    assert back["other"][0].stride() == other.stride()
+    assert flat(state)["other"][0] is other

@@ -22,7 +22,8 @@ from engine.strategies import whole_tensors
 
 
 class Rows(Optimizer):
-    """Momentum, divided by the norm of the whole gradient and by the largest value of each row. Counts its steps in its groups and in itself."""
+    """Momentum, divided by the norm of the whole gradient and by the largest value of each row. Counts its steps in its groups, in its state and in
+    itself."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr, "count": 0})
@@ -31,6 +32,8 @@ class Rows(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.count += 1
+        self.state["counts"] = {"number": self.state.get("counts", {"number": 0})["number"] + 1}
+        self.state.setdefault("k", torch.zeros(1)).add_(1)
         for group in self.param_groups:
             group["count"] += 1
             for p in group["params"]:
@@ -43,7 +46,19 @@ class Rows(Optimizer):
                 state["momentum"].mul_(0.9).add_(update)
                 state["largest"] += p.grad.reshape(p.shape[0], -1).abs().amax(1)
                 rows = state["largest"].view(-1, *[1] * (p.ndim - 1))
-                p.sub_(state["momentum"] / (1 + rows) * group["lr"] / group["count"])
+                counts = group["count"] * self.state["counts"]["number"] * self.state["k"]
+                p.sub_(state["momentum"] / (1 + rows) * group["lr"] / counts.item())
+
+
+class Noisy(Rows):
+    """Draws a random number for each tensor in its step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.add_(torch.rand(()))
+        super().step()
 
 
 class Prodigy(Optimizer):
@@ -132,6 +147,10 @@ def made(name: str, module: nn.Module) -> Optimizer:
     if kind == "Muon":
         trained = [p for p in trained if p.ndim == 2]
     groups = [{"params": trained[:2], "lr": 0.05}, {"params": trained[2:]}, {"params": [], "lr": 1.0}]
+    if kind == "AdamMini":
+        return AdamMini([group for group in groups if group["params"]])
+    if kind == "Noisy":
+        return optim.whole(Noisy(trained), divide_work=bool(divided))
     cls: Any = Rows if kind == "Rows" else getattr(torch.optim, kind)
     optimizer: Optimizer = cls([group for group in groups if group["params"] or kind == "Rows"], lr=0.1)
     return optim.whole(optimizer, divide_work=bool(divided)) if divided or kind == "Rows" else optimizer
@@ -234,7 +253,7 @@ def data(count: int) -> list[Tensor]:
 # -- what runs on each of two ranks -----------------------------------------------------------------------------------------------
 
 CASES = [
-    *(("fsdp", name) for name in ("Muon", "Adafactor", "Rprop", "Rows", "Rows/divided")),
+    *(("fsdp", name) for name in ("Muon", "Adafactor", "Rprop", "Rows", "Rows/divided", "AdamMini")),
     *(("tp", name) for name in ("Muon", "Rows", "Rows/divided")),
     *(("ddp", name) for name in ("Muon/divided", "Rows/divided")),
     ("whole embedding", "Rows"),
@@ -247,6 +266,7 @@ def rank_steps() -> Any:
     for strategy, name in CASES:
         engine, module, optimizer = under(STRATEGIES[strategy](), name)
         stepped(module, optimizer.optimizer, 0, 3)
+        optimizer.optimizer.state_dict()  # has no state of a parameter that is not the optimizer's
         found[f"{strategy} {name}"] = differing(engine, module, bare(name))
         engine.release()
     return found
@@ -279,7 +299,8 @@ def rank_buckets() -> Any:
     finally:
         whole_tensors.BUCKET_BYTES = before
     raw = optimizer.optimizer
-    return [differing(engine, module, bare("Rows")), len(sizes), raw.count, [g["count"] for g in raw.param_groups]]
+    counts = [g["count"] for g in raw.param_groups] + [raw.state["counts"]["number"], raw.state["k"].item()]
+    return [differing(engine, module, bare("Rows")), len(sizes), raw.count, counts]
 
 
 def rank_trained() -> Any:
@@ -440,6 +461,15 @@ def rank_errors() -> Any:
         optimizer.optimizer.step(lambda: torch.zeros(()))
     found["closure"] = str(caught.value)
     engine.release()
+    for divides in (False, True):
+        engine, module, noisy = under(STRATEGIES["tp"](), "Noisy/divided" if divides else "Noisy")
+        set_gradients(module, 0)
+        try:
+            noisy.optimizer.step()
+            found[f"draws, divided={divides}"] = ""
+        except ValueError as error:
+            found[f"draws, divided={divides}"] = str(error)
+        engine.release()
     own = Engine(accelerator="cpu", strategy=Own())
     with pytest.raises(ValueError) as caught:
         own.prepare(made("Rows/divided", Odd()))
@@ -524,7 +554,7 @@ def test_buckets_change_nothing_but_the_number_of_exchanges(found: Any) -> None:
     differing_names, count, steps, counts = found["buckets"][0]
     assert differing_names == []
     assert count == 3 * 2 * 11  # eleven trained tensors; the one without rows is exchanged, too
-    assert (steps, counts) == (3, [3, 3, 3])
+    assert (steps, counts) == (3, [3] * 5)
 
 
 def test_a_run_under_fsdp_or_divided_has_the_bits_of_ddp(found: Any) -> None:
@@ -573,6 +603,11 @@ def test_errors_name_the_parameter_and_the_optimizer(found: Any) -> None:
     for rank in found["errors"]:
         assert "Muon: 'layers.1.up.weight': the gradient is None on some ranks and not on others" in rank["absent"]
         assert "Rows steps whole tensors, which are lent for one step: a closure" in rank["closure"]
+        assert (
+            "draws random numbers in its step, and each rank steps the tensors that it owns"
+            in rank["draws, divided=False"]
+        )
+        assert rank["draws, divided=True"] == ""
         assert (
             "whole(Rows, divide_work=True) under Own, which cannot divide an optimizer's work" in rank["own strategy"]
         )
@@ -697,6 +732,25 @@ class Exchanging(torch.optim.SGD):
         return super().step(closure)
 
 
+class AdamMini(Exchanging):
+    """Exchanges only if it is told that there are several ranks, and makes a state for parameters without a gradient, too."""
+
+    def __init__(self, parameters: Any, world_size: int = 1) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.world_size = world_size
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if self.world_size > 1:
+            torch.distributed.all_reduce(torch.zeros(1))
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("mean", torch.zeros(()))
+                if p.grad is not None:
+                    self.state[p]["mean"] += p.grad.square().mean()
+                    p.sub_(p.grad / self.state[p]["mean"].sqrt() * group["lr"])
+
+
 class Wrapping(Optimizer):
     def __init__(self, inner: Optimizer) -> None:
         super().__init__(parameters(), {})
@@ -717,11 +771,28 @@ class Switching(torch.optim.SGD):
         (Exchanging(parameters(), lr=0.1), r"its step exchanges tensors between the ranks by itself \(all_reduce\)"),
         (Wrapping(torch.optim.SGD(parameters(), lr=0.1)), r"it wraps another optimizer \(base\)"),
         (Switching(parameters(), lr=0.1), "it keeps two sets of weights"),
+        (
+            AdamMini(parameters(), 2),
+            "its step exchanges tensors.*otherwise set optimizer.world_size = 1, or strategy='ddp'",
+        ),
     ],
 )
 def test_steps_that_cannot_be_lent_are_refused(optimizer: Optimizer, words: str) -> None:
     with pytest.raises(ValueError, match=rf"engine\.optim\.whole\({type(optimizer).__name__}\): {words}"):
         optim.whole(optimizer)
+
+
+def test_an_exchange_that_is_switched_off_is_no_obstacle() -> None:
+    assert optim.treatment(AdamMini(parameters())) == optim.Treatment(is_matrixwise=False)
+    with pytest.raises(
+        ValueError, match=r"AdamMini needs whole tensors, and parameters are sharded: its step exchanges"
+    ):
+        optim.treatment(AdamMini(parameters(), 2))
+
+
+def test_classes_with_a_value_over_all_parameters_are_refused_where_these_are_sharded() -> None:
+    with pytest.raises(ValueError, match=r"Prodigy needs whole tensors.*estimates one value over all.*strategy='ddp'"):
+        optim.treatment(Prodigy(parameters()))
 
 
 def test_only_optimizers_can_be_whole() -> None:

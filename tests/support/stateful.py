@@ -56,6 +56,40 @@ class Keeping(Optimizer):
         state.setdefault("table", torch.arange(3.0))
         p.add_(state.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=-0.01)
 
+    def _nested(self, p: Tensor, state: dict[str, Any]) -> None:
+        """Momenta in a dict by number, a list and a tuple, sharded like the parameter, as heavyball and AggMo keep them; and counters."""
+        assert p.grad is not None
+        if not state:
+            momenta = [torch.zeros_like(p) for _ in range(3)]
+            state.update({"views": {0: {"m": momenta[0], "count": torch.zeros(1, dtype=torch.int64)}}})
+            state.update(several=[momenta[1], 0.5], pair=(momenta[2], torch.zeros(1, dtype=torch.int8)))
+        for momentum in (state["views"][0]["m"], state["several"][0], state["pair"][0]):
+            p.add_(momentum.mul_(0.9).add_(p.grad), alpha=-0.01)
+        state["views"][0]["count"] += 1
+        state["pair"][1].add_(1)
+        assert state["views"][0]["count"].dtype == torch.int64
+        assert state["pair"][1].dtype == torch.int8
+
+    def _beside(self, p: Tensor, state: dict[str, Any]) -> None:
+        """A number and a tensor under keys that are no parameters, as MADGRAD and TRAC keep them."""
+        assert p.grad is not None
+        self.state["k"] = self.state.get("k", 0) + 1
+        total = self.state.setdefault("total", {"sum": torch.zeros(()), 3: torch.ones(2)})["sum"].add_(1)
+        p.add_(p.grad, alpha=-0.1 / (self.state["k"] + float(total)))
+
+    def _sharded_beside(self, p: Tensor, state: dict[str, Any]) -> None:
+        """The latest gradient, under the optimizer's own key."""
+        self.state["latest"] = {"grad": p.grad}
+
+    def _transposed(self, p: Tensor, state: dict[str, Any]) -> None:
+        """Bases whose columns are in order in memory, as a QR decomposition returns them, in a list; and their strides."""
+        grad = p.grad
+        assert grad is not None
+        if grad.ndim == 2:
+            bases = state.setdefault("bases", [None])
+            bases[0] = torch.linalg.qr(grad @ grad.T + torch.eye(len(grad))).Q
+            state["stride"] = bases[0].stride()
+
     def _estimate(self, p: Tensor, state: dict[str, Any]) -> None:
         """A rate that each rank estimates from its own part, in the parameter group, as a Python number."""
         grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
