@@ -39,6 +39,7 @@ from engine.loop.state import Result
 from engine.loop.train import call_epoch_hooks, train
 from engine.module import TrainModule
 from engine.step.precision import Precision
+from engine.strategies.adopted_shards import saved_as_whole
 from engine.strategies.base import Strategy
 from engine.transforms.float8 import FP8
 from engine.utils.extensions import adapt, call_error, with_advice
@@ -590,7 +591,8 @@ class Fit:
         Raises:
             ValueError, RuntimeError: as for :meth:`state_dict`.
         """
-        with holding(adapt(module), self.state_dict(module, everywhere=everywhere)):
+        adapted = adapt(module)
+        with holding(adapted, self.state_dict(module, everywhere=everywhere)), saved_as_whole(adapted):
             yield module
 
     def _evaluate(

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from engine.checkpoint.reader import Source
 from engine.config.settings import Settings
 from engine.optim import divides_work
+from engine.strategies.adopted_shards import check_whole
 from engine.strategies.base import (
     Strategy,
     broadcast_from_rank_0,
@@ -81,6 +82,7 @@ class DDP(Strategy):
             )
 
     def setup(self, model: nn.Module) -> nn.Module:
+        check_whole(model, "strategy='ddp'")
         if any(map(is_sharded, model.parameters())):
             raise ValueError(
                 f"strategy='ddp' with {class_name(model)}, whose parameters are sharded already. If an earlier run has done so, "

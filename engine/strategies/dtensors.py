@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from engine.distributed.group import Group
+from engine.utils.parameters import mesh_axes
 from engine.utils.torch_private import is_strided_shard
 from engine.utils.tree import map_tensors
 
@@ -46,7 +47,7 @@ def sharded_axes(tensors: Iterable[Tensor]) -> set[str]:
     for tensor in tensors:
         names: set[str] = set()
         if isinstance(tensor, DTensor):
-            pairs = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False)
+            pairs = zip(mesh_axes(tensor), tensor.placements, strict=False)
             names = {name for name, placement in pairs if placement.is_shard() or is_strided_shard(placement)}
         axes = names if axes is None else axes & names
     return axes or set()

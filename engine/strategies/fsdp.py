@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from engine.optim import treatment
 from engine.step.gradient_sync import StepStream
 from engine.step.optimizers import is_of_torch
 from engine.strategies import deferred_init, dtensors, shard_errors, sharded_norms, sharded_states
+from engine.strategies.adopted_shards import AdoptedShards, adopted_shards
 from engine.strategies.base import (
     Strategy,
     broadcast_from_rank_0,
@@ -92,6 +93,8 @@ class FSDP(Strategy):
     _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
     _structures: list[ShardedStructure] = field(default_factory=list, init=False, repr=False)
     _watches: list[RemovableHandle] = field(default_factory=list, init=False, repr=False)
+    _adopted: AdoptedShards | None = field(default=None, init=False, repr=False)
+    """The part that transformers has sharded of the model that is prepared at the moment."""
     _whole_steps: WholeSteps = field(default_factory=WholeSteps, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -186,12 +189,11 @@ class FSDP(Strategy):
             self._watches.pop().remove()
 
     def _check(self, model: nn.Module) -> None:
-        """Check that no parameter of the model is sharded, and let rank 0 initialize those without values."""
-        if any(dtensors.is_dtensor(p) for p in model.parameters()):
-            raise ValueError(
-                f"{class_name(model)} is sharded in part, but not as a whole: give the module that was prepared before, "
-                "or a new one with whole parameters, which strategy='fsdp' shards"
-            )
+        """Check that the model is whole, or sharded by transformers as this strategy would; let rank 0 initialize parameters without values."""
+        settings = {
+            f.name: getattr(self, f.name) for f in fields(self) if f.init and getattr(self, f.name) != f.default
+        }
+        self._adopted = adopted_shards(model, self.group, type(self).__name__, self._sizes, self.precision, settings)
         shard_errors.check_model(model)
         self._replacements.begin(model, self.group)
 
@@ -207,7 +209,10 @@ class FSDP(Strategy):
         chosen = (
             [] if self.blocks is None else [self.blocks] if isinstance(self.blocks, (str, type)) else list(self.blocks)
         )
-        units = blocks.blocks_of(model, chosen, self.min_size)
+        units, adopted = blocks.blocks_of(model, chosen, self.min_size), self._adopted
+        if adopted is not None:
+            units = [m for m in units if not adopted.contains(m)]
+            apart |= adopted.whole
         for root in roots:
             inside = {id(m) for m in root.modules() if m is not root}
             parts = [m for m in units if id(m) in inside]
@@ -215,7 +220,10 @@ class FSDP(Strategy):
             apart |= between  # a block must not free parameters that another block uses
             for part in parts:
                 self._fully_shard(part, apart | with_rest, inputs=True)
-            self._fully_shard(root, apart, inputs=False)
+            if isinstance(root, FSDPModule):
+                self._replacements.materialise(root)
+            else:
+                self._fully_shard(root, apart, inputs=False)
             root._reduces = True  # type: ignore[assignment]
             if self.precision.fp8 is not None and self.precision.fp8.gathers:
                 float8.Scales(root, self.precision.fp8)
@@ -278,6 +286,8 @@ class FSDP(Strategy):
         return self._mesh
 
     def _data_mesh(self) -> DeviceMesh:
+        if self._adopted is not None and self._adopted.mesh is not None:
+            return self._adopted.mesh
         return self.mesh()["dp_shard"] if self._sizes["dp_replicate"] == 1 else self.mesh()["dp_replicate", "dp_shard"]
 
     def repoint(self, optimizer: Optimizer) -> None:

@@ -188,7 +188,7 @@ class MeshParallel(FSDP):
     def _shard(self, model: nn.Module) -> None:
         """Shard the model along the axes in the only order that works: stages, tensor parallelism, transforms, ``fully_shard``."""
         stages = self._keep_own_stages(user_module(model)) if self.pipelined else None
-        if self._sizes["tp"] > 1:
+        if self._sizes["tp"] > 1 and self._adopted is None:
             mesh = self.mesh()
             plan = tensor_parallel.plan_for(model, self.plan, mesh, self.sequence_parallel)
             if plan is not None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.distributed.group import Group
-from engine.utils.parameters import is_sharded
+from engine.utils.parameters import is_sharded, mesh_axes
 from engine.utils.torch_private import is_strided_shard
 
 _ALIGNMENT = 16
@@ -78,7 +78,7 @@ def layout_of(parameter: Any, axes: Mapping[str, int]) -> Layout:
     if not is_sharded(parameter):
         return Layout(parameter.shape, grid)
     names, placements = list(axes), parameter.placements
-    pairs = list(zip(parameter.device_mesh.mesh_dim_names or (), placements, strict=False))
+    pairs = list(zip(mesh_axes(parameter), placements, strict=False))
     if any(is_strided_shard(placement) for placement in placements):
         pairs.reverse()  # the inner axes have cut the tensor first
     cuts: list[tuple[int, int]] = []

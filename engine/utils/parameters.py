@@ -22,6 +22,15 @@ def is_sharded(parameter: Tensor) -> bool:
     return hasattr(parameter, "placements") or hasattr(parameter, "sharded_by")
 
 
+_AXES = {"fsdp": "dp_shard"}
+"""Axes of meshes that transformers makes, and our names of them."""
+
+
+def mesh_axes(parameter: Any) -> tuple[str, ...]:
+    """The names of the axes of a ``DTensor``'s mesh, as :class:`engine.MeshParallel` calls them."""
+    return tuple(_AXES.get(name, name) for name in parameter.device_mesh.mesh_dim_names or ())
+
+
 def of_classes(module: nn.Module, classes: Sequence[str]) -> list[str]:
     """The names of the module's parameters that are of these classes, or hold a tensor of one, each with its class: ``"fc.weight (Int8Tensor)"``."""
     return [

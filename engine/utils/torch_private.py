@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wra
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
@@ -208,7 +209,9 @@ class FSDPBlock:
         group: Any = self._group
 
         def pre_forward(*args: Any) -> Any:
-            steps.begin_forward(number)
+            # A block of several modules, which run one after another, calls this before each of them.
+            if len(group.modules) == 1 or group._training_state.name != "FORWARD":
+                steps.begin_forward(number)
             return self._pre_forward(*args)
 
         def post_forward(*args: Any) -> Any:
@@ -317,6 +320,28 @@ def fsdp_blocks(root: nn.Module) -> list[FSDPBlock]:
     return [FSDPBlock(group.modules[0], group) for group in _fsdp_groups([root])]
 
 
+def fsdp_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules to which ``fully_shard`` was applied; to import its class of them takes long."""
+    return [module for module in model.modules() if hasattr(type(module), "_get_fsdp_state")]
+
+
+def fsdp_mesh(modules: Iterable[nn.Module]) -> DeviceMesh | None:
+    """The mesh of the ranks over which FSDP2 shards these modules; ``None`` if they have no parameters of their own."""
+    return next((group.mesh_info.mesh for group in _fsdp_groups(modules)), None)
+
+
+def begin_fsdp_again(model: nn.Module) -> None:
+    """Let FSDP2 find the parameters that have replaced those it has sharded, and take the next forward pass, of a model around this one perhaps, for
+    the first one, in which it finds out what the whole model is."""
+    for module in fsdp_modules(model):
+        sharded: Any = module
+        sharded.reshard()
+        sharded._get_fsdp_state()._is_root = None
+    for group in _fsdp_groups([model]):
+        for record in group.fsdp_params:
+            record.reset_sharded_param()
+
+
 def follow_fsdp(root: nn.Module, blocks: Iterable[FSDPBlock], steps: FSDPSteps) -> None:
     """Let ``steps`` follow all forward and backward passes of ``root``."""
     for number, block in enumerate(blocks):
@@ -328,13 +353,12 @@ def follow_fsdp(root: nn.Module, blocks: Iterable[FSDPBlock], steps: FSDPSteps) 
 
 
 def _fsdp_groups(models: Iterable[nn.Module]) -> Iterator[Any]:
-    """FSDP2's groups of parameters: torch 2.11 has at most one for each module, later versions a list."""
+    """FSDP2's groups of parameters, each once: torch 2.11 has at most one for each module, later versions a list; several modules may share one."""
     for model in models:
-        for module in model.modules():
-            if hasattr(type(module), "_get_fsdp_state"):
-                state: Any = module._get_fsdp_state()  # type: ignore[operator]
-                groups = vars(state).get("_fsdp_param_groups")
-                yield from filter(None, [state._fsdp_param_group] if groups is None else groups)
+        states = dict.fromkeys(module._get_fsdp_state() for module in fsdp_modules(model))  # type: ignore[operator]
+        for state in states:
+            groups = vars(state).get("_fsdp_param_groups")
+            yield from filter(None, [state._fsdp_param_group] if groups is None else groups)
 
 
 def _unreduced(record: Any) -> list[Tensor]:

@@ -107,6 +107,33 @@ def rank_sharded() -> Any:
     return found
 
 
+def rank_replaced() -> Any:
+    """A block of two modules, one of whose parameters is replaced after its first forward pass, before a model around it is sharded."""
+    from torch.distributed.fsdp import fully_shard
+
+    inner = Net()
+    fully_shard([inner.body, inner.head])
+    fully_shard(inner)
+    inner(torch.ones(2, 4))
+    inner.reshard()  # type: ignore[operator]
+    inner.head.weight = nn.Parameter(inner.head.weight.detach().clone())
+    torch_private.begin_fsdp_again(inner)
+    outer = nn.Sequential(inner)
+    fully_shard(outer)
+    blocks, mesh = torch_private.fsdp_blocks(outer), torch_private.fsdp_mesh([inner.body])
+    known = any(p is inner.head.weight for p in blocks[0].parameters)
+    outer(torch.ones(2, 4)).sum().backward()
+    assert mesh is not None
+    modules = [inner.get_submodule(name) for name in ("", "body", "head")]
+    return [
+        len(blocks),
+        mesh.size(),
+        torch_private.fsdp_modules(outer) == [outer, *modules],
+        known,
+        inner.head.weight.grad is not None,
+    ]
+
+
 def rank_groups() -> Any:
     rank = dist.get_rank()
     world = dist.group.WORLD
@@ -128,6 +155,10 @@ def rank_groups() -> Any:
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     return ranks_of_file(__file__, 2)
+
+
+def test_sharded_parameters_are_found_again(found: Any) -> None:
+    assert found["replaced"] == [[1, 2, True, True, True]] * 2
 
 
 def test_windows_are_discarded_under_fsdp_with_several_optimizers(found: Any) -> None:

@@ -21,9 +21,8 @@ from engine.step.gradients import Loss, nonzero
 from engine.utils.parameters import is_sharded
 
 SHARDING = (
-    "transformers cannot save the optimizer's state of a model that it shards itself. Let the strategy shard it, which saves and resumes exactly: "
-    'HFModule.from_pretrained(path) with Fit(strategy="fsdp") instead of fsdp_size, or strategy="tp" instead of tp_size. Each rank then reads '
-    "only its own shards of the files"
+    'the strategy shards this model: leave it out, and give Fit(strategy="fsdp") instead of fsdp_size, or strategy="tp" instead of tp_size. Each '
+    "rank reads only its own shards of the files. A model that transformers shards goes in as it is: HFModule(AutoModel.from_pretrained(...))"
 )
 
 
@@ -57,7 +56,7 @@ class HFModule(TrainModule):
         save_base: also save the frozen base model of a ``PeftModel`` in checkpoints.
 
     Raises:
-        ValueError: an argument is unknown (some of them in ``configure_optimizers``, before the first step), or transformers has sharded the model.
+        ValueError: an argument is unknown (some of them in ``configure_optimizers``, before the first step).
     """
 
     def __init__(
@@ -123,11 +122,7 @@ class HFModule(TrainModule):
         return cls(Pretrained(path, auto, peft, dict(model_args or {})), **options)
 
     def _set_model(self, model: nn.Module) -> None:
-        """Set the model and all that depends on it; refuse one that transformers has sharded."""
-        if getattr(base_of(model).config, "distributed_config", None) and any(map(is_sharded, model.parameters())):
-            raise ValueError(
-                f"{type(model).__name__} was sharded by transformers when it was loaded (distributed_config=, tp_plan=); {SHARDING}"
-            )
+        """Set the model and all that depends on it."""
         self.model = model
         self._loss = CountedLoss(model, self.count)
         self._publication = Publication(model, self.tokenizer, "model.")

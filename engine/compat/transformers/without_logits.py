@@ -13,6 +13,7 @@ from transformers.loss import loss_utils
 
 from engine.compat.transformers.loss import IGNORED, CountedFunction, ReplacedFunction, base_of
 from engine.losses import linear_cross_entropy
+from engine.utils.parameters import is_sharded
 
 
 def without_logits(model: nn.Module) -> nn.Module:
@@ -39,7 +40,7 @@ def without_logits(model: nn.Module) -> nn.Module:
     name, head = type(base).__name__, base.get_output_embeddings()
     if isinstance(head, OutputLayer):
         return model
-    if type(head) is not nn.Linear:
+    if type(head) is not nn.Linear and not _is_block_of_fsdp(head):
         raise TypeError(
             f"without_logits: the output layer of {name} is a {type(head).__name__}, not an nn.Linear (an adapter or quantized weights "
             "compute something else, and some models have none): train it with its logits"
@@ -57,15 +58,28 @@ def without_logits(model: nn.Module) -> nn.Module:
         base.loss_function = replaced
     else:
         counted.replace(replaced)
-    head.__class__ = OutputLayer
+    if is_sharded(head.weight):  # transformers' tensor parallelism computes in a function in place of the method
+        head.replaced_forward = vars(head).pop("forward", None)
+    wrappers = type(head).__bases__[:-1] if _is_block_of_fsdp(head) else ()
+    head.__class__ = type(f"FSDP{OutputLayer.__name__}", (*wrappers, OutputLayer), {}) if wrappers else OutputLayer
     return model
+
+
+def _is_block_of_fsdp(head: Any) -> bool:
+    """Whether an output layer is an ``nn.Linear`` that transformers has made a block of FSDP when it loaded the model."""
+    return type(head).__bases__[-1:] == (nn.Linear,) and hasattr(type(head), "set_requires_gradient_sync")
 
 
 class OutputLayer(nn.Linear):
     """A model's output layer, which returns :class:`Logits` while it trains."""
 
+    replaced_forward: Callable[[Tensor], Tensor] | None = None
+    """The function that computes the logits in place of the method ``forward``."""
+
     def forward(self, hidden: Tensor) -> Any:
-        return Logits(hidden, self) if self.training and torch.is_grad_enabled() else super().forward(hidden)
+        if self.training and torch.is_grad_enabled():
+            return Logits(hidden, self)
+        return super().forward(hidden) if self.replaced_forward is None else self.replaced_forward(hidden)
 
 
 _UNCHANGED = ("float", "contiguous", "to", "redistribute", "to_local")

@@ -23,6 +23,7 @@ from engine.step.optimizer_step import Stepper
 from engine.step.precision import Precision
 from engine.step.scaler import Scaler
 from engine.strategies import deferred_init
+from engine.strategies.adopted_shards import check_whole
 from engine.strategies.base import (
     Strategy,
     broadcast_from_rank_0,
@@ -216,6 +217,7 @@ class DeepSpeed(Strategy, OwnsStep):
         self._batch_size = getattr(loader, "batch_size", None)
 
     def place(self, model: nn.Module) -> None:
+        check_whole(model, f"strategy='deepspeed_stage_{self.zero_stage}'")
         if self.zero_stage == 3 and deferred_init.is_deferred(model):
             use_process_group(self.group.device, self.group.local_rank)
             with quiet_setup(self.group.device, self.group.local_rank):
