@@ -25,7 +25,7 @@ from engine.distributed.group import Group
 from engine.optim import treatment
 from engine.step.gradient_sync import StepStream
 from engine.step.optimizers import is_of_torch
-from engine.strategies import deferred_init, dtensors, shard_errors, sharded_norms, sharded_states
+from engine.strategies import deferred_init, dtensors, quantized_weights, shard_errors, sharded_norms, sharded_states
 from engine.strategies.base import (
     Strategy,
     broadcast_from_rank_0,
@@ -192,6 +192,7 @@ class FSDP(Strategy):
                 "or a new one with whole parameters, which strategy='fsdp' shards"
             )
         shard_errors.check_model(model)
+        quantized_weights.check_dtype(model, self.precision.autocast, f"precision={self.precision.name!r} under FSDP")
         self._replacements.begin(model, self.group)
 
     def _shard(self, model: nn.Module) -> None:
@@ -248,6 +249,7 @@ class FSDP(Strategy):
             ignored_params=ignored,
         )
         self._replacements.record(module, previous)
+        quantized_weights.keep_scales(module)
 
     def _is_complex(self, module: nn.Module, ignored: set[Any]) -> bool:
         """Whether the trained parameters of a block are complex.
