@@ -45,6 +45,7 @@ from engine.step.skipped_steps import IN_A_ROW
 from engine.step.verdicts import NonFiniteStep, Then
 from engine.step.window import Window
 from engine.step.wrappers import PreparedOptimizer, PreparedScheduler
+from engine.strategies import quantized_weights
 from engine.strategies.base import Strategy, check_groups
 from engine.strategies.foreign_wrappers import check_plain
 from engine.strategies.rank_differences import RankDifferences, compare_forms
@@ -258,7 +259,10 @@ class Engine:
         check_plain(model)
         guard_model(model)
         compare_forms(self.group, self.strategy, model)
+        self._check_quantized(model)
         self.strategy.place(self._with_own_layers(model))
+        if not self.strategy.pipelined:
+            quantized_weights.compare(self.group, model)
         if autocast and self.precision.autocast is not None:
             AutocastForward(self.precision, self.device).attach(model, is_whole(self._compile))
         prepared = self.strategy.setup(model)
@@ -274,10 +278,16 @@ class Engine:
         """Move the model to its device and dtype, with rank 0's values on every rank, but do not wrap it: for evaluation and manual optimization."""
         check_plain(model)
         guard_model(model)
+        self._check_quantized(model)
         self.precision.convert(self._with_own_layers(model))
         model.to(self.device)
         self.strategy.share_parameters(model)
         return model
+
+    def _check_quantized(self, model: nn.Module) -> None:
+        """Check that the precision leaves quantized weights as they are, and keep evaluations from changing them."""
+        quantized_weights.check_dtype(model, self.precision.parameters, f"precision={self.precision.name!r}")
+        quantized_weights.keep_trainable(model)
 
     def _with_own_layers(self, model: nn.Module) -> nn.Module:
         """Replace linear layers by fp8 layers and batch norms by ones over all ranks, as the settings say; return the model."""

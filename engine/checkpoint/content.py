@@ -141,8 +141,8 @@ def split(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
             continue
         if not storable(value):
             raise TypeError(
-                f"the model's {name!r} ({value.dtype} on {value.device}) cannot be stored: convert it to a dense tensor of a type that "
-                "safetensors has"
+                f"the model's {name!r} ({type(value).__name__}, {value.dtype} on {value.device}) cannot be stored: convert it to a dense tensor of "
+                "a type that safetensors has"
             )
         original = first_names.setdefault(same_memory(value), name)
         if original == name:

@@ -22,6 +22,7 @@ from engine.checkpoint.state_forms import checked_optimizer
 from engine.checkpoint.tensor_files import Stored, TensorFiles
 from engine.config.hyperparameters import HParams
 from engine.config.secret_text import HIDDEN
+from engine.utils.checksums import checksum
 from engine.utils.errors import DoesNotFit, nearest
 from engine.utils.log import logger
 from engine.utils.overrides import overridden
@@ -317,8 +318,25 @@ class Source:
         self.read_model({name: copies.get(name, value) for name, value in own_tensors.items()})
         entries = copies | {name: self.extra[name] for name in fits if name in self.extra}
         if entries:
-            module.load_state_dict(entries, strict=False)
+            result = module.load_state_dict(entries, strict=False)
+            self._fill(module, state, {name: copies[name] for name in result.unexpected_keys if name in copies})
         return report
+
+    def _fill(self, module: nn.Module, state: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
+        """Fill tensors that a module saves and does not load, such as scales of quantized weights, in place.
+
+        Raises:
+            ValueError: one of them still has another value, such as a description of a format.
+        """
+        with torch.no_grad():
+            for name, value in values.items():
+                state[name].copy_(value)
+        current = own_state(module) if values else {}
+        if differing := [name for name, value in values.items() if checksum(current[name]) != checksum(value)]:
+            raise DoesNotFit(
+                f"{self.where} has another value of {terminal_text(', '.join(differing[:3]))} than {type(module).__name__}, which saves it and "
+                "cannot load it: build the model from the same weights as when it was saved"
+            )
 
     def _load_whole(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> Report:
         """Load all of the saved state with the module's own ``load_state_dict``."""

@@ -86,7 +86,8 @@ class Stored:
 
 
 def storable(tensor: Any) -> bool:
-    """Whether ``tensor`` can be stored in a safetensors file: a dense tensor with data, of a supported dtype."""
+    """Whether ``tensor`` can be stored in a safetensors file: a dense tensor with data, of a supported dtype, or a
+    ``DTensor``. Other classes, which are made of several tensors, cannot be stored."""
     import torch
 
     return (
@@ -94,6 +95,7 @@ def storable(tensor: Any) -> bool:
         and known_format(tensor.dtype)
         and not tensor.is_meta
         and tensor.layout == torch.strided
+        and (is_dtensor(tensor) or not hasattr(tensor, "__tensor_flatten__"))
     )
 
 

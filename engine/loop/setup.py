@@ -30,6 +30,7 @@ from engine.loop.steps import AutomaticOptimization, ManualOptimization, Pipelin
 from engine.metrics.torchmetrics_values import connect_metrics
 from engine.module import TrainModule, overrides
 from engine.step.optimizers import configured, needs_closure
+from engine.strategies import quantized_weights
 from engine.utils.extensions import refuse_uncalled
 from engine.utils.log import StartLog, warn_once
 from engine.utils.overrides import overridden_methods
@@ -249,6 +250,8 @@ def set_up_optimizers(run: Run) -> None:
     if overridden:
         check_parameters(module, raw_optimizers)
     engine.prepared.saves = any(callback.is_checkpoint for callback in run.callbacks)
+    if engine.prepared.saves:
+        quantized_weights.check_saved(module, type(engine.strategy).__name__)
     for optimizer in raw_optimizers:
         engine.add_optimizer(optimizer)
     check_batches_told(run, len(raw_optimizers))

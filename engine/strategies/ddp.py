@@ -28,12 +28,13 @@ from engine.strategies.base import (
     trained_parameters,
 )
 from engine.strategies.ddp_replica import Replica
+from engine.strategies.quantized_weights import of_torchao
 from engine.strategies.unreduced_gradients import GradientAverage, LaterPasses, PassCount, ReachedParameters
 from engine.strategies.whole_tensors import WholeSteps
 from engine.transforms.blocks import user_module
 from engine.utils import torch_private
 from engine.utils.errors import nearest
-from engine.utils.parameters import is_sharded, of_classes
+from engine.utils.parameters import is_sharded
 
 HOOKS = ("fp16", "bf16", "powersgd")
 
@@ -97,9 +98,10 @@ class DDP(Strategy):
             self.share_parameters(model)
             self._watches.append(model.register_forward_pre_hook(_still_frozen))
             return model
-        if quantized := of_classes(model, ("Int8Tensor",)):
+        if quantized := of_torchao(model):
             raise ValueError(
-                f"{', '.join(quantized[:3])}: torchao's weights in 8 bits cannot be sent between ranks; use bitsandbytes' ones, or unquantized"
+                f"strategy='ddp' with {', '.join(quantized[:3])}{', ...' if len(quantized) > 3 else ''}: weights that torchao has quantized cannot "
+                "be sent between ranks. Quantize with bitsandbytes (Linear4bit, Linear8bitLt), or train on one process"
             )
         device = self.group.device
         wrapped = Replica(

@@ -25,7 +25,7 @@ from engine.distributed.group import Group
 from engine.optim import treatment
 from engine.step.gradient_sync import StepStream
 from engine.step.optimizers import is_of_torch
-from engine.strategies import deferred_init, dtensors, shard_errors, sharded_norms, sharded_states
+from engine.strategies import deferred_init, dtensors, quantized_weights, shard_errors, sharded_norms, sharded_states
 from engine.strategies.adopted_shards import AdoptedShards, adopted_shards
 from engine.strategies.base import (
     Strategy,
@@ -195,6 +195,7 @@ class FSDP(Strategy):
         }
         self._adopted = adopted_shards(model, self.group, type(self).__name__, self._sizes, self.precision, settings)
         shard_errors.check_model(model)
+        quantized_weights.check_dtype(model, self.precision.autocast, f"precision={self.precision.name!r} under FSDP")
         self._replacements.begin(model, self.group)
 
     def _shard(self, model: nn.Module) -> None:
@@ -257,6 +258,7 @@ class FSDP(Strategy):
             ignored_params=ignored,
         )
         self._replacements.record(module, previous)
+        quantized_weights.keep_scales(module)
 
     def _is_complex(self, module: nn.Module, ignored: set[Any]) -> bool:
         """Whether the trained parameters of a block are complex.

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.strategies import dtensors
+from engine.strategies.quantized_weights import of_torchao
+from engine.transforms.blocks import user_module
 from engine.utils import torch_private
 from engine.utils.parameters import of_classes
 from engine.utils.tree import leaves
@@ -48,10 +50,10 @@ def check_model(model: nn.Module) -> None:
                 f"{name or type(module).__name__} has sparse gradients (sparse=True), which cannot be reduced to shards: set sparse=False, or use "
                 "strategy='ddp'"
             )
-    if quantized := of_classes(model, ("Int8Params", "Int8Tensor")):
+    if quantized := of_classes(user_module(model), ("Int8Params",)) + of_torchao(model):
         raise ValueError(
-            f"{', '.join(quantized[:3])}{', ...' if len(quantized) > 3 else ''}: weights in 8 bits of these classes cannot be sharded. Use weights "
-            "in 4 bits (bitsandbytes' Linear4bit), or unquantized ones; bitsandbytes' 8 bits work under strategy='ddp'"
+            f"{', '.join(quantized[:3])}{', ...' if len(quantized) > 3 else ''}: quantized weights of these classes cannot be sharded by FSDP. Use "
+            "weights in 4 bits (bitsandbytes' Linear4bit), or unquantized ones; bitsandbytes' 8 bits work under strategy='ddp'"
         )
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from engine.strategies import quantized_weights
 from engine.strategies.base import class_name
 from engine.strategies.parameter_replacements import ParameterReplacements
 from engine.transforms.blocks import user_module
@@ -91,7 +92,7 @@ def fitting(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module, Parallel
     """The modules that a plan shards, in the model's order, each with its name and style; the last entry that matches a name applies.
 
     Raises:
-        ValueError: an entry matches no module, or has an unknown style.
+        ValueError: an entry matches no module, has an unknown style, or matches quantized weights.
     """
     # In Fit's wrapper the user's module has the name "module".
     named = [(name.removeprefix("module."), m) for name, m in model.named_modules() if m is not model]
@@ -105,7 +106,10 @@ def fitting(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module, Parallel
                 f"there are {', '.join(names[:8])}, ..."
             )
         chosen.update(dict.fromkeys(matches, _style(pattern, style)))
-    return [(name, m, chosen[name]) for name, m in named if name in chosen]
+    modules = [(name, m, chosen[name]) for name, m in named if name in chosen]
+    for name, module, _ in modules:
+        quantized_weights.check_not_cut(name, module)
+    return modules
 
 
 def _style(pattern: str, style: ParallelStyle | str) -> ParallelStyle:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -185,6 +188,54 @@ def test_text_classification_is_far_better_than_chance(tmp_path):
     accuracy, f1 = map(float, re.search(r"accuracy: ([\d.]+)%, F1: ([\d.]+)%", text).groups())
     assert accuracy > 55  # 36 % of the pieces are of the largest package
     assert f1 > 35
+
+
+def read_again(adapter, root):
+    """The loss of the adapter that examples/qlora.py has exported, as peft reads it."""
+    from peft import PeftModel
+
+    from engine import Fit
+    from engine.huggingface import HFModule
+
+    spec = importlib.util.spec_from_file_location("qlora", EXAMPLES / "qlora.py")
+    qlora = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(qlora)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = HFModule(PeftModel.from_pretrained(qlora.quantized(None), str(adapter)))
+        fit = Fit(accelerator="cpu", devices=1, root_dir=root)
+        return fit.validate(module, DataLoader(qlora.rows(None)[-256:], batch_size=16))[0]["val/loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_qlora_resumes_to_the_same_adapter(tmp_path, strategy):
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+
+    def trained(name, *runs):
+        (tmp_path / name).mkdir()
+        for options in runs:
+            command = ["-W", "ignore", EXAMPLES / "qlora.py", "--devices", 2, "--strategy", strategy, *options]
+            text = run(tmp_path / name, *command)
+        return text, (tmp_path / name / "runs" / "qlora" / "adapter-12" / "adapter_model.safetensors").read_bytes()
+
+    text, whole = trained("whole", ["--max-steps", 12])
+    resumed = trained("resumed", ["--max-steps", 6], ["--max-steps", 12, "--resume"])
+    assert resumed[1] == whole
+    loss = float(re.search(r"^loss: ([\d.]+)", text, re.MULTILINE)[1])
+    assert loss < 5.5  # of 256 bytes that are equally likely: 5.545
+    assert read_again(tmp_path / "whole" / "runs" / "qlora" / "adapter-12", tmp_path) == pytest.approx(loss, abs=1e-5)
+    # 4 layers of 7 matrices; in each rank * (inputs + outputs) fp32 numbers: 4 of 128 to 128, 3 between 128 and 256.
+    matrices = 4 * 8 * (4 * 256 + 3 * 384) * 4
+    sizes = [
+        int(number.replace(",", ""))
+        for number in re.search(r"checkpoint with optimizer: ([\d,]+), .*: ([\d,]+)\n", text).groups()
+    ]
+    assert matrices < sizes[1] < 1.1 * matrices
+    assert (
+        3 * matrices < sizes[0] < 3 * matrices + 200_000
+    )  # with two moments of AdamW, and without the base's 594,560 bytes
 
 
 @pytest.mark.slow

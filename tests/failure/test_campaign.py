@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from campaign.campaign import Campaign
 from campaign.faults import FAULTS, find
-from campaign.setups import SETUPS, TREE
+from campaign.setups import SETUPS, TREE, runnable
 
 
 @pytest.mark.slow
@@ -16,7 +16,8 @@ def test_kills_lose_nothing() -> None:
     with tempfile.TemporaryDirectory(
         prefix="kills-"
     ) as place:  # sockets lie in it, whose paths may have 107 characters
-        rows = Campaign(list(SETUPS.values()), Path(place), TREE, 0, print).run(len(SETUPS), at_once=3)
+        setups = [SETUPS[name] for name in runnable()]
+        rows = Campaign(setups, Path(place), TREE, 0, print).run(len(setups), at_once=3)
     assert [text for row in rows for text in row.found.texts] == []
     assert all(row.kills.total() >= 1 for row in rows)
 

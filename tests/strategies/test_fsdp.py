@@ -800,7 +800,7 @@ def test_states_that_are_equal_on_all_ranks_or_sharded_like_their_parameters_are
     [
         ("sparse", "1 has sparse gradients (sparse=True), which cannot be reduced to shards: set sparse=False"),
         ("mixed", "the step of Mixed does not work on sharded parameters"),
-        ("quantized", "head.weight (Int8Params): weights in 8 bits of these classes cannot be sharded"),
+        ("quantized", "head.weight (Int8Params): quantized weights of these classes cannot be sharded"),
         (
             "penalty",
             "a backward pass through a backward pass (create_graph=True, a gradient penalty) does not work under FSDP",

@@ -55,7 +55,14 @@ class Pretrained:
         if self._unread:
             options = {name: value for name, value in self.options.items() if name != "revision"}
             build_from_config = getattr(auto, "from_config", None) or auto._from_config
-            model = build_from_config(AutoConfig.from_pretrained(self.folder()), **options)
+            config = AutoConfig.from_pretrained(self.folder())
+            if "quantization_config" in options or getattr(config, "quantization_config", None) is not None:
+                raise ValueError(
+                    f"HFModule.from_pretrained({self.path!r}) of a quantized model under a strategy that shards: its shards cannot be quantized "
+                    "alone. Load the whole model on each rank, which the strategy then shards: "
+                    "HFModule(get_peft_model(AutoModelForCausalLM.from_pretrained(path, quantization_config=...), LoraConfig(...)))"
+                )
+            model = build_from_config(config, **options)
             model.config.name_or_path = model.name_or_path = self.path
         else:
             model = auto.from_pretrained(self.path, **self.options)

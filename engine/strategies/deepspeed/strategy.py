@@ -53,6 +53,7 @@ from engine.strategies.deepspeed.gathered_order import GatheredOrder
 from engine.strategies.deepspeed.reduced_order import ReducedOrder, ShardedReducedOrder
 from engine.strategies.deepspeed.shards import Shards
 from engine.strategies.owned_step import OwnedStepper, OwnsStep
+from engine.strategies.quantized_weights import of_torchao
 from engine.transforms.offload import check_offload
 from engine.utils import accelerator, torch_private
 from engine.utils.log import warn_once
@@ -225,7 +226,7 @@ class DeepSpeed(Strategy, OwnsStep):
         super().place(model)
 
     def setup(self, model: nn.Module) -> nn.Module:
-        if self.zero_stage == 3 and (quantized := of_classes(model, ("Int8Params", "Int8Tensor"))):
+        if self.zero_stage == 3 and (quantized := of_classes(model, ("Int8Params",)) + of_torchao(model)):
             raise ValueError(
                 f"{', '.join(quantized[:3])}: weights in 8 bits of these classes cannot be sharded by ZeRO stage 3; use stage 1 or 2"
             )

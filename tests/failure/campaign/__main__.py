@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from .campaign import Campaign
-from .setups import SETUPS, TREE
+from .setups import SETUPS, TREE, runnable
 from .table import table
 
 
@@ -17,7 +17,7 @@ def main() -> int:
     """The exit status: 1 when something was lost."""
     parser = argparse.ArgumentParser(prog="python -m tests.failure.campaign", description=__doc__)
     parser.add_argument("--kills", type=int, default=200, help="so many in all, shared out among the set-ups")
-    parser.add_argument("--setups", default=",".join(SETUPS), help="of " + ", ".join(SETUPS))
+    parser.add_argument("--setups", default=",".join(runnable()), help="of " + ", ".join(SETUPS))
     parser.add_argument("--seed", type=int, default=0, help="another one draws other kills")
     parser.add_argument(
         "--job", type=int, default=None, help="only the job of this number of each set-up: to repeat its kills"
@@ -29,6 +29,8 @@ def main() -> int:
     unknown = [name for name in names if name not in SETUPS]
     if unknown:
         parser.error(f"unknown set-ups: {', '.join(unknown)}; possible: {', '.join(SETUPS)}")
+    if left_out := [name for name in SETUPS if name not in runnable()]:
+        print(f"not installed: {', '.join(sorted({SETUPS[n].needs for n in left_out}))}; without {', '.join(left_out)}")
     if given.kills < 1 or given.at_once < 1:
         parser.error("--kills and --at-once must be at least 1")
     began = time.monotonic()

@@ -26,7 +26,7 @@ SHOWN = 3000
 
 
 class References:
-    """Undisturbed runs: one for each number of ranks, strategy and recipe, whoever starts the ranks.
+    """Undisturbed runs: one for each number of ranks, strategy, model and recipe, whoever starts the ranks.
 
     Args:
         place: a directory for them.
@@ -35,7 +35,7 @@ class References:
 
     def __init__(self, place: Path, tree: Path = TREE) -> None:
         self.place, self.tree = place, tree
-        self._found: dict[tuple[int, str, str], Reference] = {}
+        self._found: dict[tuple[int, str, str, str], Reference] = {}
         self._lock = threading.Lock()
 
     def of(self, setup: Setup, recipe: Recipe) -> Reference:
@@ -44,10 +44,10 @@ class References:
         Raises:
             RuntimeError: it fails.
         """
-        key = (setup.ranks, setup.strategy, recipe.name)
+        key = (setup.ranks, setup.strategy, setup.model, recipe.name)
         with self._lock:
             if key not in self._found:
-                place = self.place / f"undisturbed-{setup.ranks}-{setup.strategy}-{recipe.name.replace(' ', '-')}"
+                place = self.place / "-".join(("undisturbed", *map(str, key))).replace(" ", "-")
                 start = Start(setup, recipe, self.tree, prepared(place), 0, (), 0.0, lambda line: None)
                 if start.run() or len(start.counts) < setup.ranks:
                     raise RuntimeError(f"the undisturbed run failed:\n{start.output.read_text()[-SHOWN:]}")

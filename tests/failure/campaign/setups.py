@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from .recipes import Recipe
@@ -40,6 +41,10 @@ class Setup:
     """What stands before the script; ``{restarts}`` and ``{logs}`` are put in."""
     ranks: int = 2
     strategy: str = "ddp"
+    model: str = "plain"
+    """Of ``models.py``."""
+    needs: str = ""
+    """The package without which it cannot be run."""
     restarts: tuple[int, ...] = (0,)
     """How often the launcher may start the ranks again by itself: one of these."""
     binds: bool = True
@@ -56,13 +61,14 @@ class Setup:
     def command(self, recipe: Recipe, place: Path, diaries: Path, restarts: int) -> list[str]:
         """The command line of one start."""
         values = {"restarts": restarts, "logs": place / "logs"}
-        script = [str(HERE / "job.py"), self.strategy, str(self.ranks), str(diaries), recipe.name]
+        script = [str(HERE / "job.py"), self.strategy, str(self.ranks), str(diaries), recipe.name, self.model]
         return [sys.executable, *(each.format(**values) for each in self.launcher), *script]
 
     def environment(self, tree: Path, place: Path, address: str) -> dict[str, str]:
         """Its variables; two of them mark all of its processes."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
         own = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(place / "tmp")}
+        own["TORCHDYNAMO_DISABLE"] = "1"  # torchao compiles its steps, for half a minute in each start
         return {**kept, **own, ADDRESS: address, ROOT: str(place / "root")}
 
 
@@ -76,5 +82,14 @@ SETUPS = {
         Setup("torchrun", _TORCHRUN, restarts=(0, 2), binds=False),
         Setup("fit launch", _FIT, restarts=(0, 1, 3)),
         Setup("fsdp", _FIT, strategy="fsdp", restarts=(0, 2)),
+        Setup("fsdp Muon", _FIT, strategy="fsdp", model="Muon", restarts=(0, 2)),
+        Setup("fsdp 8-bit AdamW", _FIT, strategy="fsdp", model="8-bit AdamW", needs="torchao", restarts=(0, 2)),
+        Setup("fsdp 4-bit base", _FIT, strategy="fsdp", model="4-bit base", needs="bitsandbytes", restarts=(0, 2)),
+        Setup("ddp 4-bit base", _FIT, model="4-bit base", needs="bitsandbytes", restarts=(0, 2)),
     )
 }
+
+
+def runnable() -> list[str]:
+    """The names of the set-ups whose packages are installed."""
+    return [name for name, setup in SETUPS.items() if not setup.needs or find_spec(setup.needs) is not None]

@@ -37,23 +37,17 @@ class Numbered(Dataset[Any]):
         return index, self.x[index], self.y[index]
 
 
-class AdamW(torch.optim.AdamW):
-    """One that tells when it steps."""
-
-    watch: Watch
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        self.watch.event("steps", "before optimizer.step")
-        found = super().step(*args, **kwargs)
-        self.watch.event("steps", "after optimizer.step")
-        return found
-
-
 class Net(TrainModule):
+    """The plain model with AdamW. Others override :meth:`build`, :meth:`features` or :meth:`optimizers`."""
+
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         torch.manual_seed(11)
         self.watch = watch
+        self.build()
+
+    def build(self) -> None:
+        """Make the layers."""
         self.blocks_ = nn.ModuleList(
             [nn.Sequential(nn.Linear(8, 12), nn.ReLU()), nn.Sequential(nn.Linear(12, 8), nn.ReLU())]
         )
@@ -62,11 +56,15 @@ class Net(TrainModule):
     def blocks(self) -> list[nn.Module]:
         return list(self.blocks_)
 
-    def loss(self, batch: Any) -> Any:
-        _, x, y = batch
+    def features(self, x: Any) -> Any:
+        """What the output layer gets, before dropout."""
         for block in self.blocks_:
             x = block(x)
-        return nn.functional.cross_entropy(self.head(self.drop(x)), y)
+        return x
+
+    def loss(self, batch: Any) -> Any:
+        _, x, y = batch
+        return nn.functional.cross_entropy(self.head(self.drop(self.features(x))), y)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.watch.event("steps", "forward")
@@ -78,10 +76,19 @@ class Net(TrainModule):
         self.watch.event("validation", "batch")
         self.log("val_loss", self.loss(batch))
 
+    def make_optimizers(self) -> list[Any]:
+        """The optimizers of all trained parameters."""
+        return [torch.optim.AdamW(self.parameters(), lr=0.02)]
+
     def configure_optimizers(self) -> Any:
-        AdamW.watch = self.watch
-        optimizer = AdamW(self.parameters(), lr=0.02)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97), "interval": "step"}]
+        optimizers = self.make_optimizers()
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self.watch.event("steps", "before optimizer.step"))
+            optimizer.register_step_post_hook(lambda *_: self.watch.event("steps", "after optimizer.step"))
+        return optimizers, [
+            {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97), "interval": "step"}
+            for optimizer in optimizers
+        ]
 
 
 class Diary(Callback):
@@ -158,8 +165,8 @@ def step_of(checkpoint: Any) -> int | None:
     return None if checkpoint is None else json.loads((checkpoint / "manifest.json").read_text())["counters"]["step"]
 
 
-def run(watch: Watch, recipe: Recipe, strategy: str, devices: int, diaries: Path) -> None:
-    """Train it to its end; it continues from what is there."""
+def run(watch: Watch, module: Net, recipe: Recipe, strategy: str, devices: int, diaries: Path) -> None:
+    """Train ``module`` to its end; it continues from what is there."""
     callbacks: list[Callback] = [Diary(watch, diaries), CSVLogger()]
     callbacks += [ModelCheckpoint(every, monitor, save_top_k=count) for every, monitor, count in recipe.saves]
     if recipe.batches is not None:
@@ -181,7 +188,7 @@ def run(watch: Watch, recipe: Recipe, strategy: str, devices: int, diaries: Path
     )
     alone = devices == 1
     loader = DataLoader(Numbered(), batch_size=4, shuffle=True, num_workers=int(alone), persistent_workers=alone)
-    result = fit.run(Net(watch), loader, DataLoader(Numbered(), batch_size=16), resume="auto")
+    result = fit.run(module, loader, DataLoader(Numbered(), batch_size=16), resume="auto")
     if watch.rank == 0:
         outcome = {
             "metrics": result.metrics,
