@@ -223,7 +223,9 @@ def main() -> None:
     rows = {name: [sum(of_rank[name][column] for of_rank in ranks) / RANKS for column in range(3)] for name in ranks[0]}
     for name, (seconds, collectives, sent) in rows.items():
         print(f"{name:24}{seconds:12.3f}{collectives:12.0f}{sent / 2**20:10.2f}")
-    print("dion's Muon: not run, " + ("its kernels need a GPU" if find_spec("dion") else "the package is not installed"))
+    print(
+        "dion's Muon: not run, " + ("its kernels need a GPU" if find_spec("dion") else "the package is not installed")
+    )
     problems = problems_of(rows, value_bytes)
     for problem in problems if args.check else ():
         print(problem)

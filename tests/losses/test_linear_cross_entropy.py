@@ -548,6 +548,28 @@ def rank_trained() -> Any:
     }
 
 
+class Ignored(Net):
+    """On rank 1 no target counts in the first step."""
+
+    def loss_of(self, hidden: Tensor, targets: Tensor) -> Loss:
+        if self.global_rank == 1 and self.global_step == 0:
+            targets = torch.full_like(targets, -100)
+        return super().loss_of(hidden, targets)
+
+
+def rank_ignored() -> Any:
+    """The weights after a step in which the targets of one rank do not count, and a second one, without and with logits."""
+    weights = {}
+    for strategy in ("ddp", "fsdp"):
+        for plain in (False, True):
+            module = Ignored(plain=plain)
+            with tempfile.TemporaryDirectory() as root:
+                fit = Fit(strategy=strategy, accelerator="cpu", max_steps=2, seed=0, root_dir=root)
+                fit.run(module, DataLoader(TOKENS, batch_size=2))
+                weights[f"{strategy}, {plain}"] = {k: v.flatten().tolist() for k, v in fit.state_dict(module).items()}
+    return weights
+
+
 def rank_own_loop() -> Any:
     """The gradient of the whole batch in a loop of one's own, where the loss is computed outside of the model's forward pass."""
     gradients = {}
@@ -626,6 +648,13 @@ def test_every_strategy_trains_as_one_process_with_logits(
 ) -> None:
     weights = trained("single", tied) if name == "single" else ranks["trained"][0][f"{name}, tied={tied}"]
     assert distance(weights, plain_weights[tied]) < 2e-6
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_may_have_no_target_that_counts(ranks: Any, strategy: str) -> None:
+    ours, plain = (ranks["ignored"][0][f"{strategy}, {is_plain}"] for is_plain in (False, True))
+    assert distance(ours, plain) < 2e-6
+    assert all(torch.tensor(values).isfinite().all() for values in ours.values())
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

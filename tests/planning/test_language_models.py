@@ -31,7 +31,9 @@ def test_without_logits_the_flops_are_the_same_and_the_peak_is_not(tmp_path: Pat
         fit.plan(Words(adamw, plain, words=MANY), loader(), world_size=1, device="cpu").traces[0]
         for plain in (True, False)
     )
-    assert flops(ours) == flops(plain) > 3 * 2 * ROWS * MANY * WIDTH  # three products of the output layer, and the blocks
+    assert (
+        flops(ours) == flops(plain) > 3 * 2 * ROWS * MANY * WIDTH
+    )  # three products of the output layer, and the blocks
     assert plain.peak.memory.total - ours.peak.memory.total > 4 * ROWS * MANY
 
 

@@ -561,7 +561,9 @@ def test_warm_optimizers_and_added_groups(found: Any) -> None:
         assert added == pytest.approx(4 / 3)  # ones divided by a norm of 2, plus 1
         assert count == 3
     of_one, of_other = (set(held) for *_, held in found["warm"])
-    assert not of_one & of_other  # what another rank owns is gone here, although it was there before the model was sharded
+    assert (
+        not of_one & of_other
+    )  # what another rank owns is gone here, although it was there before the model was sharded
     assert len(of_one | of_other) == 11
 
 
