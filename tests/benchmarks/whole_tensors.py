@@ -21,14 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine import DDP, FSDP, Engine, MeshParallel, launch, optim
-from engine.planning import torch_private
-from engine.planning.counters import NAMESPACES, CollectiveCounter
 
 RANKS = 2
-SENT = {"all_reduce": 2 * (RANKS - 1) / RANKS, "all_to_all": 1.0, "broadcast": 1.0}
+SENT = {"allreduce": 2 * (RANKS - 1) / RANKS, "alltoall": 1.0, "broadcast": 1.0}
 """The part of a collective's bytes that a rank sends; of all others (N-1)/N."""
+KINDS = ("allgather", "allreduce", "alltoall", "broadcast", "reducescatter", "scatter")
+"""Names of collectives; what waits for one is none."""
 CHAPTER = Path(__file__).resolve().parents[2] / "engine" / "strategies" / "README.md"
 OPTIMIZERS = ("AdamW", "Muon", "Adafactor", "Muon, divide_work=True", "Muon on shards, as torch does it")
 STRATEGIES = ("ddp", "fsdp", "tp")
@@ -51,19 +53,23 @@ class Net(nn.Module):
         return {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 
 
-class Traffic(torch_private.Mode):
-    """Counts the collectives of a block, also of those that a ``DTensor`` runs."""
+class Traffic(TorchDispatchMode):
+    """Counts the collectives of a block and their bytes, also of those that a ``DTensor`` runs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counter = CollectiveCounter({})
+        self.collectives, self.bytes_sent = 0, 0.0
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch_private.wraps(types):
+        if DTensor in types:
             return NotImplemented
         result = operator(*args, **(kwargs or {}))
-        if operator.namespace in NAMESPACES:
-            self.counter.note(operator, args, kwargs or {}, result, "optimizer step")
+        name = operator._schema.name.partition("::")[2].replace("_", "")
+        if operator.namespace in ("c10d", "_c10d_functional") and any(kind in name for kind in KINDS):
+            tensors = [t for value in (*args, result) for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+            share = next((part for kind, part in SENT.items() if kind in name), (RANKS - 1) / RANKS)
+            self.collectives += 1
+            self.bytes_sent += share * max(t.numel() * t.element_size() for t in tensors)
         return result
 
 
@@ -103,9 +109,7 @@ class Measured:
     def count(self) -> None:
         with Traffic() as traffic:
             self.step()
-        found = traffic.counter.collectives()
-        self.collectives = sum(collective.count for collective in found)
-        self.bytes_sent = sum(c.bytes * SENT.get(c.kind, (RANKS - 1) / RANKS) for c in found)
+        self.collectives, self.bytes_sent = traffic.collectives, traffic.bytes_sent
 
 
 def rank(width: int, layers: int, rounds: int) -> dict[str, list[float]]:

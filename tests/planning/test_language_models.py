@@ -1,4 +1,4 @@
-"""Plans of models with many words, with and without logits, and of Muon beside AdamW. Their bytes beside those of real ranks: ``test_real_ranks.py``."""
+"""Plans of models with many words, with and without logits, and a search with Muon. ``test_real_ranks.py`` compares their bytes with real ranks."""
 
 from __future__ import annotations
 
