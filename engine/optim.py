@@ -249,8 +249,14 @@ def split(module: nn.Module, rest: str | Sequence[str] = ()) -> Split:
         rest: names of further parameters that are not for Muon; ``*`` stands for anything.
 
     Raises:
+        TypeError: ``module`` is not a module.
         ValueError: no parameter has a name of ``rest``.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"engine.optim.split() got {type(module).__name__}: give the model itself, an nn.Module, whose layers and names tell the matrices from "
+            "the rest"
+        )
     model = user_module(module)
     patterns = [rest] if isinstance(rest, str) else list(rest)
     left_out = set(

@@ -91,6 +91,11 @@ def test_names_choose_further_parameters() -> None:
         optim.split(model, rest="mixx")
 
 
+def test_only_modules_can_be_split() -> None:
+    with pytest.raises(TypeError, match=r"engine\.optim\.split\(\) got generator: give the model itself"):
+        optim.split(nn.Linear(2, 2).parameters())  # type: ignore[arg-type]
+
+
 def test_families_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     small = {

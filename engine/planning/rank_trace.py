@@ -74,7 +74,8 @@ class Collective:
     count: int
     """Calls in the phase."""
     bytes: int
-    """Summed over the calls, each with the whole tensor's size: the output of a gather, the input of a scatter, the tensor of a reduction."""
+    """Summed over the calls, each with the whole tensor's size: the output of a gather, the input of a scatter, the tensor of a reduction, the larger
+    of what a rank sends and receives in an all-to-all."""
     phase: str
     """The phase of the step, see :attr:`Moment.phase`."""
 

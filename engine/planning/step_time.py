@@ -121,7 +121,7 @@ START_S = 10e-6
 """Seconds to start a collective: NCCL's own model (src/graph/tuning.cc, ring, LL128)."""
 COLLECTIVE_ASSUMPTIONS = (
     f"a collective takes {START_S * 1e6:.0f} us to start, a latency for each step of its ring, and its bytes over what is reached of the bandwidth",
-    "rings: an all-reduce moves 2(n-1)/n of its bytes through each device, a gather, a scatter and an all-to-all (n-1)/n, a broadcast all of them",
+    "rings: an all-reduce moves 2(n-1)/n of its bytes through each device, a gather and a scatter (n-1)/n, a broadcast and an all-to-all all of them",
     "an all-reduce between devices takes the faster of a ring and a double binary tree, whose latency grows with log2 of the nodes",
     "in a group on several nodes the slower of the links within a node and of all network cards of its members in a node sets the pace",
 )
@@ -159,7 +159,7 @@ def collective_seconds(collective: Collective, device: Hardware, ranks_per_node:
         return 0.0
     n, size = placement.ranks, collective.bytes / collective.count
     speed = pace(placement, device, collective.kind) * device.reached.links
-    share = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}.get(collective.kind, (n - 1) / n)
+    share = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0, "all_to_all": 1.0}.get(collective.kind, (n - 1) / n)
     rounds = 2 if collective.kind == "all_reduce" else 1
     call_s = START_S + rounds * _ring(placement, device, collective.kind) + share * size / speed
     if collective.kind == "all_reduce" and not device.is_host:

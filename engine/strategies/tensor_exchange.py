@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.distributed.group import Group
 from engine.utils.parameters import is_sharded, mesh_axes
-from engine.utils.torch_private import is_strided_shard
+from engine.utils.torch_private import is_simulated, is_strided_shard
 
 _ALIGNMENT = 16
 """Segments of a buffer begin at multiples of this (bytes): every dtype can be viewed there."""
@@ -151,7 +151,13 @@ class _Segments:
 
     def new_buffer(self) -> Tensor:
         """An uninitialized buffer."""
-        return torch.empty(sum(self.sizes), dtype=torch.uint8, device=self._device)
+        # Not made of integers: a plan would take them for values.
+        elements = torch.empty(sum(self.sizes) // self._dtype.itemsize, dtype=self._dtype, device=self._device)
+        return elements.view(torch.uint8)
+
+    def flags_in(self, buffer: Tensor, bits: Tensor) -> Tensor:
+        """The flag of each part; in a simulated job, where nobody has sent one, those of ranks with the same ``bits`` as this one."""
+        return bits[self.numbers] if is_simulated() else buffer[self.flags]
 
     def tensors(self, buffer: Tensor) -> Iterator[tuple[int, Part, list[Tensor]]]:
         """For each part its tensor's number, the part, and views of its copies, of the part's shape."""
@@ -256,7 +262,7 @@ class Bucket:
         if transfer is not None:
             transfer.work.wait()
             received = transfer.received
-            missing.index_add_(0, incoming.numbers, (received[incoming.flags] ^ bits[incoming.numbers]).int())
+            missing.index_add_(0, incoming.numbers, (incoming.flags_in(received, bits) ^ bits[incoming.numbers]).int())
             for number, part, (gradient, value) in incoming.tensors(received):
                 whole = wholes[number]
                 whole.data[part.where] = value
@@ -273,7 +279,7 @@ class Bucket:
         """A plain parameter with the value and the gradient of an owned tensor, as far as this rank has them. If it has all, memory is shared."""
         tensor, part = self.lent[number], self._parts[number]
         has_gradient = tensor.parameter.grad is not None
-        if part.elements == tensor.layout.shape.numel() and not tensor.layout.cuts:
+        if self._is_whole(number):
             whole = nn.Parameter(tensor.local(), tensor.parameter.requires_grad)
             whole.grad = tensor.local_gradient() if has_gradient else None
         else:
@@ -286,6 +292,10 @@ class Bucket:
         attributes = getattr(tensor.parameter, "__dict__", {})
         vars(whole).update({name: value for name, value in attributes.items() if not name.startswith("_")})
         return whole
+
+    def _is_whole(self, number: int) -> bool:
+        """Whether this rank has all of a tensor, and lends its own memory."""
+        return not self.lent[number].layout.cuts
 
     def start_returning(self, lent: Lent) -> Transfer:
         """Begin to send the new values of this rank's whole tensors to all ranks that hold a part."""
@@ -306,14 +316,13 @@ class Bucket:
         transfer.work.wait()
         statuses = torch.zeros_like(bits)
         statuses[self._owned_numbers] = lent.statuses[self._owned_numbers]
-        statuses[incoming.numbers] = transfer.received[incoming.flags]
+        statuses[incoming.numbers] = incoming.flags_in(transfer.received, bits)
         differing = (statuses ^ bits) * self._has_part
         if self.device.type == "cpu" and bool(differing.any()):
             return differing
         for number, whole in lent.wholes.items():
-            local = self.lent[number].local()
-            if whole.data_ptr() != local.data_ptr():
-                local.copy_(whole.data[self._parts[number].where])
+            if not self._is_whole(number):
+                self.lent[number].local().copy_(whole.data[self._parts[number].where])
         for number, _, (value,) in incoming.tensors(transfer.received):
             self.lent[number].local().copy_(value)
         for tensor in self.lent:

@@ -214,6 +214,7 @@ class WholeStep(ReplacedStep):
         for number, bucket in enumerate(buckets):
             following = buckets[number + 1].start_gathering() if number + 1 < len(buckets) else None
             lent = bucket.finish_gathering(gathering)
+            gathering = following  # the buffers of the exchange are freed before the step
             if counts is not None and number:
                 counts.restore()
             with self._lent_groups(lent.by_parameter(), is_first=not number):
@@ -221,7 +222,7 @@ class WholeStep(ReplacedStep):
             transfer = bucket.start_returning(lent)
             if returning is not None:
                 self._finish(*returning)
-            gathering, returning = following, (transfer, lent)
+            returning = transfer, lent
         assert returning is not None
         self._finish(*returning)
         return result

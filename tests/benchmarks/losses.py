@@ -1,4 +1,5 @@
-"""Peak memory and processor time of a last layer and its cross entropy: plain logits, ``linear_cross_entropy``, and torch's own.
+"""Peak memory and processor time of a last layer and its cross entropy: plain logits, ``linear_cross_entropy``, torch's own, Liger's and
+cut-cross-entropy's. The latter two need Triton and a GPU; where they cannot run the program says so.
 
     python tests/benchmarks/losses.py [--rounds 2] [--sizes 131072x1024x256 32000x1024x512] [--check]
 
@@ -14,6 +15,7 @@ import json
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from engine.losses import linear_cross_entropy
 
 WAYS = ("plain", "ours", "recomputed", "torch, default", "torch, in chunks")
 MEMORY, TIME, LARGE = 0.35, 1.3, 100_000
+PEERS = {"liger": "liger_kernel", "cut_cross_entropy": "cut_cross_entropy"}
+"""Backends of other packages, by name, with the module to import."""
 
 
 def loss_of(way: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -30,6 +34,8 @@ def loss_of(way: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor
         return F.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
     if way in ("ours", "recomputed"):
         return linear_cross_entropy(hidden, weight, targets, recompute=way == "recomputed").sum
+    if way in PEERS:
+        return linear_cross_entropy(hidden, weight, targets, backend=way).sum
     options = None if way == "torch, default" else torch.nn.LinearCrossEntropyOptions()
     return F.linear_cross_entropy(hidden, weight, targets, reduction="sum", options=options)
 
@@ -72,7 +78,7 @@ def main() -> int:
     parser.add_argument(
         "--sizes", nargs="+", default=["131072x1024x256", "32000x1024x512"], help="vocabulary x rows x width"
     )
-    parser.add_argument("--way", choices=WAYS, help="measure this one, in this process")
+    parser.add_argument("--way", choices=[*WAYS, *PEERS], help="measure this one, in this process")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     sizes = [tuple(int(size) for size in text.split("x")) for text in options.sizes]
@@ -94,6 +100,15 @@ def main() -> int:
                 exceeded.append(f"{size}: {seconds:.2f} of plain's time, at most {TIME}")
             if way == "ours" and size[0] >= LARGE and memory > MEMORY:
                 exceeded.append(f"{size}: {memory:.2f} of plain's memory, at most {MEMORY}")
+        for way, package in PEERS.items():
+            if find_spec(package) is None:
+                print(f"  {way:18} not run: {package} is not installed")
+                continue
+            try:
+                result = measured(way, size, options.rounds)
+                print(f"  {way:18} {result['mib']:8.0f} MiB        {result['seconds']:8.2f} s")
+            except subprocess.CalledProcessError as error:
+                print(f"  {way:18} not run: {error.stderr.strip().splitlines()[-1]}")
     print("\n".join(exceeded) or "within all bounds")
     return 1 if options.check and exceeded else 0
 

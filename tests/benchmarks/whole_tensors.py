@@ -1,29 +1,41 @@
 """A step of Muon under strategies that shard, with whole tensors and on shards as torch does it: processor time, collectives and bytes.
 
-    python tests/benchmarks/whole_tensors.py [--width 512] [--layers 4] [--rounds 5] [--check]
+    python tests/benchmarks/whole_tensors.py [--width 512] [--layers 4] [--rounds 5] [--check] [--write]
 
 Two processes on gloo, in one run. For each strategy the same matrices with the same gradients are stepped in turn by the optimizer as ``Engine``
 prepares it, and by the class itself, whose operations torch then distributes (``DTensor``). Printed are, for a rank and step, the least processor
-time of the rounds, the number of collectives, and the bytes that a rank sends in exchanges of whole tensors. With ``--check`` the program fails
+time of the rounds, the number of collectives, and the bytes that a rank sends in them (rings). With ``--check`` the program fails
 unless whole tensors take two collectives under ``fsdp`` and ``tp``, one where work is divided under ``ddp``, at most 1.02 times the bytes of the
-chapter's formula, and less processor time than torch's way.
+chapter's formula, and less processor time than torch's way. ``--write`` puts the counts into the table of ``engine/strategies/README.md``; a test
+keeps that true. Muon of the package ``dion`` is measured where it is installed and runs on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine import DDP, FSDP, Engine, MeshParallel, launch, optim
-from engine.strategies.whole_tensors import WholeStep
 
 RANKS = 2
+SENT = {"allreduce": 2 * (RANKS - 1) / RANKS, "alltoall": 1.0, "broadcast": 1.0}
+"""The part of a collective's bytes that a rank sends; of all others (N-1)/N."""
+KINDS = ("allgather", "allreduce", "alltoall", "broadcast", "reducescatter", "scatter")
+"""Names of collectives; what waits for one is none."""
+CHAPTER = Path(__file__).resolve().parents[2] / "engine" / "strategies" / "README.md"
+OPTIMIZERS = ("AdamW", "Muon", "Adafactor", "Muon, divide_work=True", "Muon on shards, as torch does it")
+STRATEGIES = ("ddp", "fsdp", "tp")
+SIZES = 64, 4
+"""Width and layers of the chapter's table; its numbers are proportional to the bytes of the matrices."""
 
 
 class Net(nn.Module):
@@ -41,18 +53,41 @@ class Net(nn.Module):
         return {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 
 
+class Traffic(TorchDispatchMode):
+    """Counts the collectives of a block and their bytes, also of those that a ``DTensor`` runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives, self.bytes_sent = 0, 0.0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        result = operator(*args, **(kwargs or {}))
+        name = operator._schema.name.partition("::")[2].replace("_", "")
+        if operator.namespace in ("c10d", "_c10d_functional") and any(kind in name for kind in KINDS):
+            tensors = [t for value in (*args, result) for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+            share = next((part for kind, part in SENT.items() if kind in name), (RANKS - 1) / RANKS)
+            self.collectives += 1
+            self.bytes_sent += share * max(t.numel() * t.element_size() for t in tensors)
+        return result
+
+
 class Measured:
     """An optimizer's step, as it is prepared or as its class does it."""
 
-    def __init__(self, strategy: Any, width: int, layers: int, *, divides: bool, is_plain: bool) -> None:
+    def __init__(
+        self, strategy: Any, width: int, layers: int, *, divides: bool, is_plain: bool, kind: str = "Muon"
+    ) -> None:
         self.engine = Engine(accelerator="cpu", strategy=strategy)
         module = Net(width, layers)
-        optimizer = torch.optim.Muon(module.parameters(), lr=0.01)
+        self.cls = getattr(torch.optim, kind)
+        optimizer = self.cls(module.parameters(), lr=0.01)
         if divides:
             optim.whole(optimizer, divide_work=True)
         self.model, _ = self.engine.prepare(module, optimizer)
         self.optimizer, self.is_plain, self.seconds = optimizer, is_plain, float("inf")
-        self.collectives = self.bytes_sent = 0
+        self.collectives, self.bytes_sent = 0, 0.0
         generator = torch.Generator().manual_seed(1)
         for p in module.parameters():
             full = torch.randn(p.shape, generator=generator)
@@ -62,7 +97,7 @@ class Measured:
 
     def step(self) -> None:
         if self.is_plain:
-            torch.optim.Muon.step(self.optimizer)
+            self.cls.step(self.optimizer)
         else:
             self.optimizer.step()
 
@@ -72,12 +107,9 @@ class Measured:
         self.seconds = min(self.seconds, time.process_time() - begin)
 
     def count(self) -> None:
-        with CommDebugMode() as counted:
+        with Traffic() as traffic:
             self.step()
-        self.collectives = sum(counted.get_comm_counts().values())
-        whole_steps = vars(self.engine.strategy)["_whole_steps"]
-        step: WholeStep | None = whole_steps.step_of(self.optimizer)
-        self.bytes_sent = 0 if step is None or self.is_plain else step.bytes_sent
+        self.collectives, self.bytes_sent = traffic.collectives, traffic.bytes_sent
 
 
 def rank(width: int, layers: int, rounds: int) -> dict[str, list[float]]:
@@ -109,6 +141,50 @@ def rank(width: int, layers: int, rounds: int) -> dict[str, list[float]]:
     return rows
 
 
+def counted() -> dict[str, list[float]]:
+    """Collectives and bytes of a step by strategy and optimizer, on this rank."""
+    rows: dict[str, list[float]] = {}
+    makes = {"ddp": DDP, "fsdp": FSDP, "tp": lambda: MeshParallel(tp=RANKS, dp_shard=1)}
+    for strategy in STRATEGIES:
+        for name in OPTIMIZERS:
+            kind, _, how = name.partition(", " if "divide" in name else " on ")
+            case = Measured(
+                makes[strategy](),
+                *SIZES,
+                divides=how.startswith("divide"),
+                is_plain=how.startswith("shards"),
+                kind=kind,
+            )
+            case.step()
+            case.count()
+            case.engine.release()
+            rows[f"{strategy}/{name}"] = [case.collectives, case.bytes_sent]
+    return rows
+
+
+def table() -> list[str]:
+    """The chapter's table: collectives of a step, and the bytes that a rank sends in it as a part of the bytes of the matrices."""
+    ranks = launch.notebook(counted, num_processes=RANKS)
+    value_bytes = 4 * 4 * SIZES[0] ** 2 * SIZES[1]
+    lines = [f"| optimizer | {' | '.join(f'`{name}`' for name in STRATEGIES)} |", "|---" * (len(STRATEGIES) + 1) + "|"]
+    for name in OPTIMIZERS:
+        cells = []
+        for strategy in STRATEGIES:
+            rows = [rank[f"{strategy}/{name}"] for rank in ranks]
+            count, sent = rows[0][0], sum(row[1] for row in rows) / RANKS / value_bytes
+            cells.append("0" if not count else f"{count:.0f}; {sent:.2f} P")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def written(text: str, rows: list[str]) -> str:
+    """The chapter with these rows in the place of those of its table."""
+    lines = text.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("| optimizer | `ddp` |"))
+    end = next(number for number in range(begin, len(lines)) if not lines[number].startswith("|"))
+    return "\n".join([*lines[:begin], *rows, *lines[end:]]) + "\n"
+
+
 def problems_of(rows: dict[str, list[float]], value_bytes: int) -> list[str]:
     """What is above the bounds."""
     bounds = {
@@ -135,7 +211,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="pairs of matrices (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each kind (%(default)s)")
     parser.add_argument("--check", action="store_true", help="fail above the bounds")
+    parser.add_argument(
+        "--write", nargs="?", type=Path, const=CHAPTER, help="write the table of this chapter, and measure no time"
+    )
     args = parser.parse_args()
+    if args.write:
+        args.write.write_text(written(args.write.read_text(), table()))
+        return
     ranks = launch.notebook(rank, args.width, args.layers, args.rounds, num_processes=RANKS)
     value_bytes = 4 * 4 * args.width**2 * args.layers
     print(
@@ -144,8 +226,10 @@ def main() -> None:
     print(f"{'':24}{'processor s':>12}{'collectives':>12}{'MiB sent':>10}")
     rows = {name: [sum(of_rank[name][column] for of_rank in ranks) / RANKS for column in range(3)] for name in ranks[0]}
     for name, (seconds, collectives, sent) in rows.items():
-        is_counted = name not in ("ddp",) and "torch" not in name
-        print(f"{name:24}{seconds:12.3f}{collectives:12.0f}{f'{sent / 2**20:.2f}' if is_counted else '':>10}")
+        print(f"{name:24}{seconds:12.3f}{collectives:12.0f}{sent / 2**20:10.2f}")
+    print(
+        "dion's Muon: not run, " + ("its kernels need a GPU" if find_spec("dion") else "the package is not installed")
+    )
     problems = problems_of(rows, value_bytes)
     for problem in problems if args.check else ():
         print(problem)

@@ -20,7 +20,7 @@ _ELSEWHERE = (".github", "engine/data/sources.md")
 """Documents whose blocks another test runs: those of the recipes over data, each alone."""
 BLOCKS = {name: blocks_of(path.read_text()) for name, path in DOCUMENTS.items() if not name.startswith(_ELSEWHERE)}
 RUN = [name for name, blocks in BLOCKS.items() if any(block.language != "text" for block in blocks)]
-_SLOW_CHAPTERS = ("checkpoint", "config", "launch", "planning", "strategies")
+_SLOW_CHAPTERS = ("checkpoint", "config", "launch", "losses", "planning", "strategies")
 SLOW = (
     "README.md",
     "callbacks/README.md",

@@ -64,7 +64,7 @@ class Sent:
     time: int
     kind: str
     bytes: int
-    """Of the whole: a gather's output, a scatter's input, a reduction's tensor; -1: unknown."""
+    """Of the whole: a gather's output, a scatter's input, a reduction's tensor, the larger of an exchange's two; -1: unknown."""
     pointers: tuple[int, ...]
     """Of the storages that it reads or writes."""
     within: tuple[str, ...]
@@ -193,6 +193,8 @@ def _sent(event: Any, within: tuple[str, ...]) -> Sent:
     kind = KINDS[event.name]
     whole = _tensors(given[1 if kind == "reduce_scatter" else 0])
     total = sum(_size(tensor) for tensor in whole) if whole else -1
+    if kind == "all_to_all":
+        total = max(total, *map(_size, _tensors(given[1])), -1)
     pointers = tuple(tensor.storage_data_ptr for tensor in _tensors(given[:2]))
     return Sent(event.start_time_ns, kind, total, pointers, within)
 

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import DDP, FSDP, DeepSpeed, MeshParallel, TrainModule
+from engine import DDP, FSDP, DeepSpeed, Loss, MeshParallel, TrainModule, optim
+from engine.losses import linear_cross_entropy
 
 WIDTH, HIDDEN, CLASSES, BATCH = 24, 50, 10, 16
+WORDS = 501
 
 
 class Block(nn.Module):
@@ -99,6 +101,48 @@ class TinyLlama(Llama):
         return super().training_step(batch[0], batch_idx)
 
 
+class Words(TrainModule):
+    """Blocks between an embedding and an output layer of many words; ``plain``: with logits."""
+
+    def __init__(self, optimizer: Callable[..., Any], plain: bool = False, words: int = WORDS) -> None:
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(words, WIDTH), nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, words, bias=False)
+        self.optimizer, self.plain = optimizer, plain
+
+    def parallelize(self, mesh: Any) -> dict[str, str]:
+        return {"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "colwise_gather_output"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.embedding(x)
+        for layer in self.layers:
+            out = layer(out)
+        return out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden, targets = self(batch[0][:, :-1]), batch[0][:, 1:]
+        if self.plain:
+            return F.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+        loss = linear_cross_entropy(hidden, self.head, targets, chunk=40)
+        assert isinstance(loss, Loss)
+        return loss.sum / targets.numel()
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters())
+
+
+def words(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count * 9).view(count, 9) % WORDS)
+
+
+def muon(parameters: Any, divides_work: bool = False, **options: Any) -> Any:
+    """Muon for the matrices, AdamW for the rest."""
+    every = list(parameters)
+    matrices = torch.optim.Muon([p for p in every if p.ndim == 2], lr=1e-3)
+    rest = adamw([p for p in every if p.ndim != 2], **options)
+    return [optim.whole(matrices, divide_work=True) if divides_work else matrices, rest]
+
+
 def tokens(count: int) -> TensorDataset:
     return TensorDataset(torch.arange(count * 9).view(count, 9) % SHAPES["tiny"].vocabulary)
 
@@ -150,6 +194,7 @@ CUT = partial(PIPELINE, tp=2, sequence_parallel=True, loss_parallel=True)
 LLAMA: dict[str, Any] = {"net": TinyLlama, "data": tokens}
 TWO_STAGES = ("interleaved", "zero_bubble", *parity().IN_A_V)
 CLIPPED = {"gradient_clip_val": 0.1}
+WITHOUT_LOGITS: dict[str, Any] = {"net": Words, "data": words}
 BF16 = {"precision": "bf16-mixed"}
 
 
@@ -204,6 +249,15 @@ JOBS: dict[str, Job] = {
     "four pp x tp, llama, interleaved": Job(4, partial(CUT, schedule="interleaved", num_microbatches=4), **LLAMA),
     "four pp x tp, llama, a norm ends a stage": Job(4, partial(CUT, split=["head"]), **LLAMA),
     "four stages": Job(4, partial(MeshParallel, pp=4)),
+    "ddp, without logits": Job(2, DDP, **WITHOUT_LOGITS),
+    "fsdp, without logits, bf16": Job(2, FSDP, BF16, **WITHOUT_LOGITS),
+    "tp, without logits": Job(2, TP, CLIPPED, **WITHOUT_LOGITS),
+    "ddp, muon": Job(2, DDP, optimizer=muon),
+    "ddp, muon, divided": Job(2, DDP, optimizer=partial(muon, divides_work=True)),
+    "fsdp, muon": Job(2, FSDP, CLIPPED, optimizer=muon),
+    "tp, muon": Job(2, TP, optimizer=muon),
+    "four hybrid, muon": Job(4, partial(FSDP, dp_replicate=2), optimizer=muon),
+    "four tp x fsdp, muon": Job(4, TP, optimizer=muon),
     **(of_deepspeed() if parity().STAGES else {}),
 }
 """By name; the rows of ``tests/parity/test_strategies.py`` have their names there."""

@@ -19,6 +19,7 @@ import torch.distributed._functional_collectives as functional
 from allocations import FOREVER, LOOP, Recording, read
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine import Callback, Fit
@@ -54,11 +55,27 @@ class Marks(Callback):
             self._mark("end", run, module)
             self.sequences.append(sequence_numbers())
 
+    def on_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """The gradients that an optimizer steps with, which may be whole ones that it is lent."""
+        if "backward done" in self.held and "stepped" not in self.held:
+            gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+            found = {g.untyped_storage().data_ptr(): "gradients" for each in gradients for g in local(each)}
+            self._note(f"steps {len(self.held)}", found)
+
     def _mark(self, name: str, run: Any, module: Any, batch: Any = None) -> None:
         if name not in self.held:
-            self.held[name] = objects(run, module, batch)
-            with record_function(f"mark:{name}"):
-                pass
+            self._note(name, objects(run, module, batch))
+
+    def _note(self, name: str, held: dict[int, str]) -> None:
+        self.held[name] = held
+        with record_function(f"mark:{name}"):
+            pass
+
+
+def local(tensor: Any) -> list[Tensor]:
+    """This rank's part of a tensor, if there is one."""
+    part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return [part] if isinstance(part, Tensor) else []
 
 
 def objects(run: Any, module: Any, batch: Any) -> dict[int, str]:
@@ -66,11 +83,8 @@ def objects(run: Any, module: Any, batch: Any) -> dict[int, str]:
     found: dict[int, str] = {}
 
     def add(category: str, tensors: Iterable[Any]) -> None:
-        for tensor in tensors:
-            if isinstance(tensor, DTensor):
-                tensor = tensor._local_tensor
-            if isinstance(tensor, Tensor):
-                found.setdefault(tensor.untyped_storage().data_ptr(), category)
+        for part in (part for tensor in tensors for part in local(tensor)):
+            found.setdefault(part.untyped_storage().data_ptr(), category)
 
     for wrapper in (each for optimizer in run.optimizers for each in [of_deepspeed(optimizer)] if each is not None):
         zero(wrapper, list(module.parameters()), add)
@@ -167,7 +181,11 @@ def _measure(case: Any, root: Path) -> dict[str, Any]:
             accelerator="cpu", callbacks=marks, max_steps=STEP + 1, log_every_n_steps=0, num_sanity_val_steps=0, seed=1, check=False,
             root_dir=root, **case.settings(),
         )  # fmt: skip
-        fit.run(module, loader)
+        handle = register_optimizer_step_pre_hook(marks.on_optimizer_step)
+        try:
+            fit.run(module, loader)
+        finally:
+            handle.remove()
         del module, fit
         gc.collect()  # what is not released now was released unseen
     assert recorder.profiler is not None

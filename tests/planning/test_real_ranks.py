@@ -19,7 +19,7 @@ from engine.planning.plan import RankTrace
 
 FAST = (
     *("ddp, sgd, window", "fsdp, momentum, window", "fsdp, selective checkpointing", "tp, bf16, clipped"),
-    "pp of 4 parts, clipped",
+    *("pp of 4 parts, clipped", "fsdp, muon"),
 )
 """The others are slow: they cost as much as everything else here."""
 MEASURING_S = 1200.0

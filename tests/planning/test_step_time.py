@@ -36,7 +36,8 @@ def test_rings_within_a_node() -> None:
     gathered = collective_seconds(collective("all_gather", ranks=four), DEVICE, 4)
     assert gathered == pytest.approx(START_S + 3e-6 + 0.75)
     assert collective_seconds(collective("reduce_scatter", ranks=four), DEVICE, 4) == pytest.approx(gathered)
-    assert collective_seconds(collective("all_to_all", ranks=four), DEVICE, 4) == pytest.approx(gathered)
+    exchanged = collective_seconds(collective("all_to_all", ranks=four), DEVICE, 4)  # a rank may keep nothing of it
+    assert exchanged == pytest.approx(START_S + 3e-6 + 1.0)
     assert collective_seconds(collective("all_reduce", ranks=four), DEVICE, 4) == pytest.approx(START_S + 6e-6 + 1.5)
     assert collective_seconds(collective("broadcast", ranks=four), DEVICE, 4) == pytest.approx(START_S + 3e-6 + 1.0)
     ten = collective_seconds(collective("all_gather", ranks=four, count=10), DEVICE, 4)

@@ -424,7 +424,9 @@ def rank_warm() -> Any:
     optimizer.add_param_group({"params": [extra]})  # whole on each rank
     extra.grad = torch.ones(2, 2)
     stepped(model, optimizer, 2, 3)
-    return [differing(engine, model, bare("Rows")), optimizer.state[extra]["momentum"].sum().item(), optimizer.count]
+    held = [name for name, p in model.named_parameters() if p in optimizer.state]
+    added = optimizer.state[extra]["momentum"].sum().item()
+    return [differing(engine, model, bare("Rows")), added, optimizer.count, held]
 
 
 def rank_hooks() -> Any:
@@ -584,10 +586,15 @@ def test_each_strategy_continues_each_checkpoint_to_the_bit(found: Any, name: st
 
 
 def test_warm_optimizers_and_added_groups(found: Any) -> None:
-    for rank, (names, added, count) in enumerate(found["warm"]):
+    for rank, (names, added, count, _) in enumerate(found["warm"]):
         assert rank or names == []
         assert added == pytest.approx(4 / 3)  # ones divided by a norm of 2, plus 1
         assert count == 3
+    of_one, of_other = (set(held) for *_, held in found["warm"])
+    assert (
+        not of_one & of_other
+    )  # what another rank owns is gone here, although it was there before the model was sharded
+    assert len(of_one | of_other) == 11
 
 
 def test_hooks_and_schedulers_see_one_step_of_the_parameters(found: Any) -> None:

@@ -62,6 +62,16 @@ def test_no_program_is_left_out() -> None:
 
 
 @pytest.mark.slow
+def test_the_table_of_collectives_is_what_the_benchmark_counts(tmp_path: Path) -> None:
+    chapter = ROOT / "engine" / "strategies" / "README.md"
+    copy = tmp_path / "README.md"
+    copy.write_text(chapter.read_text().replace("| Muon | 0 | 2; ", "| Muon | 1 | 3; "))  # it is written again
+    command = [sys.executable, str(BENCHMARKS / "whole_tensors.py"), "--write", str(copy)]
+    subprocess.run(command, cwd=tmp_path, env=clean_environment(), check=True, timeout=2 * PATIENCE_S)
+    assert copy.read_text() == chapter.read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_smallest_form_of_a_benchmark_runs(name: str, tmp_path: Path) -> None:
     smallest = PROGRAMS[name]
