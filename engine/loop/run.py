@@ -168,12 +168,13 @@ class Run:
         """The number of optimizer steps in the whole training, for schedules: exact, by ``max_epochs``, ``max_steps`` and
         ``max_duration``. With ``automatic_optimization = False`` it is the number of batches, for schedulers that step once per batch; where
         ``max_steps`` ends the training, :attr:`engine.TrainModule.steps_per_batch` says how many steps a batch has. Available from ``setup`` on,
-        where all ranks read it together. ``None``: only time ends the training, or the loader has no length."""
+        where all ranks read it together. ``None``: only time ends the training, or the loader has no length. An error where stages of
+        ``global_batch_size`` begin at steps that are not known before, or :attr:`engine.TrainModule.steps_per_batch` is wrong."""
         if self.stage not in ("fit", "sanity"):
             return None
         control = self.control
         if self.module.automatic_optimization:
-            return self.loaders.total_steps(control.max_epochs, control.max_steps, control.max_length)
+            return self.loaders.told_steps(control.max_epochs, control.max_steps, control.max_length)
         self.batches_told = self.loaders.total_batches(control.max_epochs, control.max_steps, control.max_length)
         return self.batches_told
 
