@@ -143,6 +143,10 @@ class Feed(ABC):
         """By source of a mixture, its samples between two positions of an epoch; ``None`` for other data."""
         return None
 
+    def stages_in(self, epoch: int) -> list[tuple[int, str, bool]]:
+        """The stages of a mixture's weights in an epoch, as :meth:`engine.data.drawn.DrawnDataset.stages_in`; ``[]`` for other data."""
+        return []
+
     def stop_pass(self) -> None:
         """Release the iterator at the end of a pass, so that worker processes end rather than wait for the next pass."""
         self.iterator = None

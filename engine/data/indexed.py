@@ -226,6 +226,9 @@ class LoaderFeed(IndexedFeed):
     def counts_between(self, epoch: int, start: int, stop: int) -> dict[str, int] | None:
         return None if self.drawn is None else self.drawn.counts_between(epoch, start, stop)
 
+    def stages_in(self, epoch: int) -> list[tuple[int, str, bool]]:
+        return [] if self.drawn is None else self.drawn.stages_in(epoch)
+
     def start_state(self) -> Any:
         return self.order.state(over=False)
 

@@ -400,6 +400,10 @@ class PreparedLoader:
         start, stop = self._within_pass(start, stop)
         return self._feed.counts_between(epoch, start, stop)
 
+    def stages_in(self, epoch: int) -> list[tuple[int, str, bool]]:
+        """The stages of the weights of a mixture with indices in an epoch: position, text, and whether it is the first; ``[]`` for other data."""
+        return self._feed.stages_in(epoch)
+
     def _within_pass(self, start: int, stop: int) -> tuple[int, int]:
         """Two positions, none of which is behind the end of an epoch's data."""
         end = min((self.length or 0) * self._feed.stride(1), self._feed.units or 0)

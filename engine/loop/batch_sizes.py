@@ -24,6 +24,8 @@ class Stage:
     """When the stage begins: at the first window at or after this."""
     window: int
     """Micro-batches in a window."""
+    size: int | str = ""
+    """The samples or tokens of a step, as they were set."""
 
 
 class BatchSizes:
@@ -183,6 +185,7 @@ def batch_sizes(setting: int | str | Mapping[Any, Any], loader: PreparedLoader, 
         Stage(
             Duration(later[0] if later else "samples", start.value),
             _window(setting[key], f" from {start}", loader, ranks),
+            setting[key],
         )
         for start, key in starts
     ]

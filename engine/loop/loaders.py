@@ -27,6 +27,7 @@ from engine.distributed.comparison import check_alike
 from engine.distributed.group import Group
 from engine.engine import Engine
 from engine.loop.batch_sizes import BatchSizes, Stage, batch_sizes, reached
+from engine.loop.begun_stages import StageLog
 from engine.loop.method_arguments import step_accepting
 from engine.loop.state import TrainState
 from engine.module import TrainModule, overrides
@@ -105,6 +106,8 @@ class RunLoaders:
         """The stages of ``global_batch_size``; ``None``: it is not set, or the training loader is not prepared."""
         self.row_lengths: LengthSchedule | None = None
         """The stages of the lengths of rows; ``None``: all rows have one length."""
+        self.stages = StageLog()
+        """The stages that have begun."""
         self._window: int | None = None
         self._stage = 0
         self._stream_state: Any = None
@@ -321,7 +324,10 @@ class RunLoaders:
         assert self.train is not None
         if self.batch_sizes is not None:
             self._stage = self.batch_sizes.index_at(state)
-            self._window = self.batch_sizes.stages[self._stage].window
+            stage = self.batch_sizes.stages[self._stage]
+            self._window = stage.window
+            if self.batch_sizes.changes:
+                self.stages.note("batch size", str(stage.size), state.step, self._stage == 0)
         window = self._engine.accumulate_grad_batches = self.window_at(state.epoch)
         self.stride = self.train.stride
         state.batch_idx = state.position // (self.stride // window)
@@ -359,10 +365,30 @@ class RunLoaders:
             if begins:
                 if schedule.unit == "steps":
                     self._engine.settle()  # a step whose verdict is pending may not count
-                length = schedule.length_at(reached(state, schedule.unit, train))
+                length = schedule.length_at(at := reached(state, schedule.unit, train))
+                self.stages.note("row length", str(length), state.step, schedule.is_first(at))
             yield schedule.cut(batch, length), share
             begins = share.last
             del batch
+
+    def in_mixture_stages(
+        self, micro_batches: Iterator[MicroBatch], state: TrainState, stages: Sequence[tuple[int, str, bool]]
+    ) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of an epoch, and note ``stages`` of a mixture's weights (:meth:`PreparedLoader.stages_in`) in the windows that
+        have their first samples."""
+        ahead = [stage for stage in stages if stage[0] > state.position]
+        _, text, is_first = stages[-len(ahead) - 1]
+        self.stages.note("mixture", text, state.step, is_first)
+        begins = True
+        for batch, share in micro_batches:
+            while begins and ahead and ahead[0][0] < state.position + self.stride:
+                self.stages.note("mixture", ahead.pop(0)[1], state.step)
+            yield batch, share
+            begins = share.last
+            del batch
+            if not ahead:
+                break
+        yield from micro_batches
 
     def continue_stream(self, state: Any) -> None:
         """Keep ``state``, which the training loader needs in addition to its position, until :func:`engine.loop.train.begin_epoch` takes it."""

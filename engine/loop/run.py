@@ -33,6 +33,7 @@ from engine.data.loader import PreparedLoader
 from engine.distributed.agreement import Agreement, Stopwatch
 from engine.distributed.collectives import stack
 from engine.engine import Engine
+from engine.loop.begun_stages import BegunStage
 from engine.loop.clock import TrainingClock
 from engine.loop.hooks import Hooks
 from engine.loop.loaders import RunData, RunLoaders
@@ -245,6 +246,12 @@ class Run:
     def tables(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
         """The tables of :meth:`set_table`, by name."""
         return MappingProxyType(self._tables)
+
+    @property
+    def begun_stages(self) -> Sequence[BegunStage]:
+        """The stages that have begun in this run: of ``global_batch_size``, of the lengths of :class:`engine.Packed` rows, and of the weights of a
+        :class:`engine.Mixture` with indices; the first stages, with which a training begins, are not among them."""
+        return self.loaders.stages.begun
 
     # -- progress and ranks -----------------------------------------------------------------------------------------------------
 
