@@ -97,7 +97,15 @@ def page(runs: Sequence[RunData], max_points: int, evaluations: Sequence[RunData
         "style_hash": _hash(style),
         "script": script,
         "script_hash": _hash(script),
-        "data": _data({"runs": [run.name for run in runs], "labels": _labels(runs), "live": live, "charts": charts, "stages": _stages(runs)}),
+        "data": _data(
+            {
+                "runs": [run.name for run in runs],
+                "labels": _labels(runs),
+                "live": live,
+                "charts": charts,
+                "stages": _stages(runs),
+            }
+        ),
         "connect": " connect-src 'self';" if live else "",
         "points": points,
     }

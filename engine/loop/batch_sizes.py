@@ -140,7 +140,11 @@ class BatchSizes:
                 by_limit += [] if max_steps is None else [(max_steps - state.step) // -(-positions // full)]
                 if whole := min(by_limit):
                     steps = whole * -(-positions // full)
-                    counts[index], state.epoch, state.step = counts[index] + steps, state.epoch + whole, state.step + steps
+                    counts[index], state.epoch, state.step = (
+                        counts[index] + steps,
+                        state.epoch + whole,
+                        state.step + steps,
+                    )
                     continue
             state.position += full
             if needs_counts:

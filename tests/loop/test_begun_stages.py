@@ -33,7 +33,9 @@ def stages_of(training: Fit, data: Any, **options: Any) -> list[tuple[int, str, 
 
 
 def mixture(weights: Any) -> DataLoader[Any]:
-    return DataLoader(Mixture({"a": torch.zeros(40), "b": torch.ones(40)}, weights, samples=20), batch_size=2, shuffle=True)
+    return DataLoader(
+        Mixture({"a": torch.zeros(40), "b": torch.ones(40)}, weights, samples=20), batch_size=2, shuffle=True
+    )
 
 
 def packed() -> DataLoader[Any]:
@@ -41,7 +43,12 @@ def packed() -> DataLoader[Any]:
     return DataLoader(Packed(documents, {0: 2, "40 samples": 4, "64 samples": 8}, overflow="split"), batch_size=4)
 
 
-A_FIRST = {0: {"a": 3, "b": 1}, "13 samples": {"a": 1, "b": 3}, "40 samples": {"a": 0, "b": 1}, "900 samples": {"a": 1, "b": 0}}
+A_FIRST = {
+    0: {"a": 3, "b": 1},
+    "13 samples": {"a": 1, "b": 3},
+    "40 samples": {"a": 0, "b": 1},
+    "900 samples": {"a": 1, "b": 0},
+}
 SIZES = {0: 4, "18 samples": 8, "1e3 samples": 4}
 
 

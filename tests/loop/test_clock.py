@@ -264,7 +264,9 @@ def test_stages_may_follow_the_samples_of_a_budget(tmp_path: Path, others: dict[
     stages = {0: "26 tokens", "20 samples": "52 tokens", "61 samples": "26 tokens"}
     module, counts = Rates(), Counts()
     settings: dict[str, Any] = others or {"max_duration": "300 tokens"}
-    result = fit(tmp_path, seed=4, global_batch_size=stages, callbacks=[counts], **settings).run(module, budget_loader())
+    result = fit(tmp_path, seed=4, global_batch_size=stages, callbacks=[counts], **settings).run(
+        module, budget_loader()
+    )
     budget = TokenBudget(LENGTHS, 26, pool=20).seeded(4, True)
     used, done, tokens, expected = settings.get("limit_train_batches", len(budget)), 0, 0, []
     for epoch in range(settings.get("max_epochs", 9)):
@@ -422,7 +424,9 @@ def test_the_number_of_steps_is_refused_where_stages_begin_at_unknown_ones(tmp_p
     )
     # 50 rows: 5 steps of 4, then 4 of up to 8; in the second epoch 7 of up to 8.
     assert known.total == result.step == 16
-    assert fit(tmp_path, global_batch_size=stages, max_epochs=2).run(Tokens(), loader(Counted(), shuffle=False)).step == 16
+    assert (
+        fit(tmp_path, global_batch_size=stages, max_epochs=2).run(Tokens(), loader(Counted(), shuffle=False)).step == 16
+    )
 
 
 def test_the_length_of_rows_is_found_in_any_loader(tmp_path: Path) -> None:

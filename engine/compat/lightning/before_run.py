@@ -101,7 +101,8 @@ class BeforeRun(_NotStarted):
         """
         if self.world_size > 1:
             raise RuntimeError(
-                f"trainer.strategy.{call} before a run: {self.world_size} ranks were started, and they meet in a run only: call it in setup() or later"
+                f"trainer.strategy.{call} before a run: {self.world_size} ranks were started, and they meet in a run only: "
+                "call it in setup() or later"
             )
 
     def set_limit(self, name: str, value: int | None) -> None:

@@ -36,7 +36,12 @@ class Callback(Logging, OwnCallback):
             if owner is not OwnCallback and method is not None and not _translates(method):
                 is_own = issubclass(owner, OwnCallback) and not issubclass(owner, Callback)
                 translated = _with_run(method) if is_own else _with_trainer(event, _function(method))
-                if home is not None and event in home.needed and not issubclass(home, owner) and not _names(event, method):
+                if (
+                    home is not None
+                    and event in home.needed
+                    and not issubclass(home, owner)
+                    and not _names(event, method)
+                ):
                     translated = _after(getattr(home, event), translated)
                 setattr(cls, event, translated)
 

@@ -93,7 +93,6 @@ def test_stages_of_a_training_are_marked(make_fit, falling, tmp_path):
     assert [event["step"] for event in events(tmp_path / "report.jsonl") if event["event"] == "stage"] == [5, 6]
     page = Page(tmp_path / "report.html")
     (stage,) = page.data["stages"]
-    (weight,) = [one for chart in page.data["charts"] for one in chart["series"] if one["name"] == "train/weight"]
     assert (stage["run"], stage["x"], stage["text"]) == (0, 5, "batch size 4")
     steps, _ = series(tmp_path / "report.html", "train/weight")
     seconds = dict(zip(steps, page.series[tmp_path.name, "train/weight"][1], strict=True))

@@ -105,7 +105,12 @@ def test_a_callback_works_whose_start_and_end_are_overridden(library: Any, way: 
         def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             pl_module.log("score", torch.tensor(-float(trainer.current_epoch)))
 
-    options: dict[str, Any] = {"callbacks": [Falls(), stop, saves], "max_epochs": 6, "limit_train_batches": 2, "enable_checkpointing": True}
+    options: dict[str, Any] = {
+        "callbacks": [Falls(), stop, saves],
+        "max_epochs": 6,
+        "limit_train_batches": 2,
+        "enable_checkpointing": True,
+    }
     fitted = trainer(library, tmp_path, num_sanity_val_steps=0, **options)
     quietly(fitted.fit, module(library), data(), data())
     assert fitted.global_step == 4  # the second epoch's score is lower

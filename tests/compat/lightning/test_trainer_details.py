@@ -523,7 +523,14 @@ def test_a_process_alone_may_ask_its_strategy_before_a_run(library: Any, tmp_pat
 
 
 def test_several_ranks_meet_in_a_run_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    names = {
+        "RANK": 1,
+        "LOCAL_RANK": 1,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 29500,
+    }
     for name, value in names.items():
         monkeypatch.setenv(name, str(value))
     strategy = trainer(OURS, tmp_path, devices=2).strategy
