@@ -27,9 +27,8 @@ from engine.distributed.comparison import check_alike
 from engine.distributed.group import Group
 from engine.engine import Engine
 from engine.loop.batch_sizes import BatchSizes, Stage, batch_sizes, reached
-from engine.loop.begun_stages import StageLog
 from engine.loop.method_arguments import step_accepting
-from engine.loop.state import TrainState
+from engine.loop.state import StageLog, TrainState
 from engine.module import TrainModule, overrides
 from engine.utils.log import logger, warn_once
 from engine.utils.overrides import overridden_methods

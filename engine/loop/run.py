@@ -33,7 +33,6 @@ from engine.data.loader import PreparedLoader
 from engine.distributed.agreement import Agreement, Stopwatch
 from engine.distributed.collectives import stack
 from engine.engine import Engine
-from engine.loop.begun_stages import BegunStage
 from engine.loop.clock import TrainingClock
 from engine.loop.hooks import Hooks
 from engine.loop.loaders import RunData, RunLoaders
@@ -42,7 +41,7 @@ from engine.loop.optimization import Optimization
 from engine.loop.placed_module import PlacedModule
 from engine.loop.run_checkpoints import RunCheckpoints
 from engine.loop.run_snapshot import RunSnapshot
-from engine.loop.state import Result, Tally, Times, TrainState, status_of
+from engine.loop.state import BegunStage, Result, Tally, Times, TrainState, status_of
 from engine.loop.stopping import STOP, StopControl
 from engine.loop.timing import Intervals, Phases, checkpoint_phase
 from engine.metrics import media

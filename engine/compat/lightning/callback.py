@@ -29,19 +29,15 @@ class Callback(Logging, OwnCallback):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        home = next((base for base in cls.__mro__[1:] if vars(base).get("needed")), None)
+        home = next((base for base in cls.__mro__[1:] if vars(base).get("needed")), Callback)
+        needed = vars(home).get("needed", ())
         for event in CALLED:
             owner = next((base for base in cls.__mro__ if event in vars(base)), OwnCallback)
             method = vars(owner).get(event)
             if owner is not OwnCallback and method is not None and not _translates(method):
                 is_own = issubclass(owner, OwnCallback) and not issubclass(owner, Callback)
                 translated = _with_run(method) if is_own else _with_trainer(event, _function(method))
-                if (
-                    home is not None
-                    and event in home.needed
-                    and not issubclass(home, owner)
-                    and not _names(event, method)
-                ):
+                if event in needed and not issubclass(home, owner) and not _names(event, method):
                     translated = _after(getattr(home, event), translated)
                 setattr(cls, event, translated)
 

@@ -60,7 +60,7 @@ class OnExceptionCheckpoint(SavesOnException, Checkpoint):
 class ProgressBar(BarAttributes, Callback):
     """The base of progress bars. A bar is redrawn at fixed times, whatever ``refresh_rate`` is; 0 switches it off."""
 
-    needed = ("teardown",)
+    needed: tuple[str, ...] = ("teardown",)
 
     shows_progress = True
 
@@ -68,7 +68,7 @@ class ProgressBar(BarAttributes, Callback):
 class LearningRateMonitor(Callback, own.LearningRateMonitor):
     """:class:`callbacks.LearningRateMonitor` with Lightning\'s arguments."""
 
-    needed = ("setup", "on_train_end", "on_validation_start", "on_validation_end")
+    needed: tuple[str, ...] = ("setup", "on_train_end", "on_validation_start", "on_validation_end")
 
     @with_arguments_of(own.LearningRateMonitor, CALLBACKS)
     def __init__(
@@ -103,7 +103,7 @@ class LearningRateMonitor(Callback, own.LearningRateMonitor):
 class DeviceStatsMonitor(Callback, own.DeviceStatsMonitor):
     """:class:`callbacks.DeviceStatsMonitor` with Lightning\'s arguments."""
 
-    needed = ("on_train_start", "on_train_end", "on_validation_start", "on_validation_end")
+    needed: tuple[str, ...] = ("on_train_start", "on_train_end", "on_validation_start", "on_validation_end")
 
     @with_arguments_of(own.DeviceStatsMonitor, CALLBACKS)
     def __init__(self, cpu_stats: bool | None = None) -> None: ...
@@ -112,7 +112,14 @@ class DeviceStatsMonitor(Callback, own.DeviceStatsMonitor):
 class WeightAveraging(Callback, own.WeightAveraging):
     """:class:`callbacks.WeightAveraging` with Lightning\'s arguments."""
 
-    needed = ("on_train_start", "on_validation_start", "on_validation_end", "on_fit_end", "on_exception", "teardown")
+    needed: tuple[str, ...] = (
+        "on_train_start",
+        "on_validation_start",
+        "on_validation_end",
+        "on_fit_end",
+        "on_exception",
+        "teardown",
+    )
 
     @with_arguments_of(own.WeightAveraging, CALLBACKS)
     def __init__(self, device: Device = None, use_buffers: bool = True, **kwargs: Any) -> None: ...
@@ -121,7 +128,7 @@ class WeightAveraging(Callback, own.WeightAveraging):
 class EMAWeightAveraging(Callback, own.EMA):
     """:class:`callbacks.EMA` with Lightning\'s arguments."""
 
-    needed = (
+    needed: tuple[str, ...] = (
         "on_train_start",
         "on_train_epoch_start",
         "on_validation_start",
@@ -149,7 +156,7 @@ class EMAWeightAveraging(Callback, own.EMA):
 class StochasticWeightAveraging(Callback, own.SWA):
     """:class:`callbacks.SWA` with Lightning\'s arguments."""
 
-    needed = (
+    needed: tuple[str, ...] = (
         "on_train_start",
         "on_train_batch_end",
         "on_validation_start",
@@ -171,7 +178,7 @@ class StochasticWeightAveraging(Callback, own.SWA):
 class BasePredictionWriter(Callback, own.BasePredictionWriter):
     """:class:`callbacks.BasePredictionWriter` with Lightning\'s arguments."""
 
-    needed = ("on_predict_start",)
+    needed: tuple[str, ...] = ("on_predict_start",)
 
     @with_arguments_of(own.BasePredictionWriter, CALLBACKS)
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None: ...
@@ -180,13 +187,13 @@ class BasePredictionWriter(Callback, own.BasePredictionWriter):
 class BaseFinetuning(FinetuningFunctions, Callback, own.BaseFinetuning):
     """:class:`callbacks.BaseFinetuning`."""
 
-    needed = ("on_load_checkpoint", "teardown")
+    needed: tuple[str, ...] = ("on_load_checkpoint", "teardown")
 
 
 class BackboneFinetuning(FinetuningFunctions, Callback, own.BackboneFinetuning):
     """:class:`callbacks.BackboneFinetuning` with Lightning\'s arguments."""
 
-    needed = ("on_load_checkpoint", "on_train_batch_end", "teardown")
+    needed: tuple[str, ...] = ("on_load_checkpoint", "on_train_batch_end", "teardown")
 
     @with_arguments_of(own.BackboneFinetuning, CALLBACKS)
     def __init__(
@@ -206,7 +213,7 @@ class ModelSummary(Callback, own.ModelSummary):
 class RichProgressBar(ProgressBar, own.RichProgressBar):
     """:class:`callbacks.RichProgressBar` with Lightning\'s arguments."""
 
-    needed = ("on_train_end", "teardown")
+    needed: tuple[str, ...] = ("on_train_end", "teardown")
 
     @with_arguments_of(own.RichProgressBar, CALLBACKS)
     def __init__(
@@ -218,7 +225,7 @@ class RichProgressBar(ProgressBar, own.RichProgressBar):
 class TQDMProgressBar(ProgressBar, own.TQDMProgressBar):
     """:class:`callbacks.TQDMProgressBar` with Lightning\'s arguments."""
 
-    needed = ("on_exception", "teardown")
+    needed: tuple[str, ...] = ("on_exception", "teardown")
 
     @with_arguments_of(own.TQDMProgressBar, CALLBACKS)
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
@@ -267,7 +274,7 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
     ``torch.load`` does not open that folder, which ``best_model_path`` names: ``load_from_checkpoint`` and ``ckpt_path`` do; see :attr:`pickles`.
     """
 
-    needed = ("on_train_start", "on_train_end", "on_fit_end")
+    needed: tuple[str, ...] = ("on_train_start", "on_train_end", "on_fit_end")
 
     FILE_EXTENSION = ".ckpt"
     pickles = False
@@ -429,7 +436,7 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
 class EarlyStopping(NamesReason, Callback, own.EarlyStopping):
     """:class:`callbacks.EarlyStopping` with Lightning\'s arguments."""
 
-    needed = ("on_train_start", "on_train_end")
+    needed: tuple[str, ...] = ("on_train_start", "on_train_end")
 
     _stopped_epoch: int | None = None
 
