@@ -1,4 +1,4 @@
-"""A training in numbers: its counters, the stages that have begun, where its time was spent, how it ended, and a sum of values that stay on their device."""
+"""A training in numbers: its counters, begun stages, where its time was spent, how it ended, and a sum of values that stay on their device."""
 
 from __future__ import annotations
 
