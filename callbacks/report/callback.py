@@ -61,6 +61,7 @@ class Report(Callback):
         self._optimizers: list[tuple[str, Optimizer]] = []
         self._computed = 0.0
         self._best: Path | str | None = None  # the best checkpoint in the record
+        self._stages = 0  # the stages that have begun, in the record
 
     def setup(self, run: Run, module: nn.Module, stage: str) -> None:
         """Prepare the record of a run.
@@ -70,7 +71,7 @@ class Report(Callback):
         """
         if sum(isinstance(callback, Report) for callback in run.callbacks) > 1:
             raise ValueError("a run can have one Report: remove the others, or copy the page afterwards")
-        self._optimizers, self._computed, self._best = [], 0.0, None
+        self._optimizers, self._computed, self._best, self._stages = [], 0.0, None, 0
 
     def on_train_start(self, run: Run, module: nn.Module) -> None:
         if run.is_main_process:
@@ -84,6 +85,7 @@ class Report(Callback):
             self._open_record(run)
         assert self._record is not None
         if run.stage == "fit":
+            self._record_stages(run, self._record)
             if run.times.compute != self._computed:  # an epoch has ended, and its times were added
                 self._computed = run.times.compute
                 self._record.add("times", times=asdict(run.times))
@@ -95,6 +97,7 @@ class Report(Callback):
 
     def on_checkpoint_saved(self, run: Run, module: nn.Module, path: Path | str, score: float | None) -> None:
         if self._record is not None:
+            self._record_stages(run, self._record)
             self._record.add("checkpoint", path=str(path), step=_step_of(path), score=score)
             self._record_best(run, self._record)
 
@@ -108,6 +111,7 @@ class Report(Callback):
             return
         record, self._record, self._optimizers = self._record, None, []
         self._record_best(run, record)
+        self._record_stages(run, record)
         result, error = run.result(), run.exception
         for name, rows in result.tables.items():
             columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -135,6 +139,13 @@ class Report(Callback):
         if run.best_checkpoint is not None and run.best_checkpoint != self._best:
             self._best = run.best_checkpoint
             record.add("best", path=str(self._best))
+
+    def _record_stages(self, run: Run, record: Record) -> None:
+        """Record the stages of batch size, row length and mixture that have begun since the last time."""
+        stages = run.begun_stages
+        for stage in stages[self._stages :]:
+            record.add("stage", step=stage.step, kind=stage.kind, text=stage.text)
+        self._stages = len(stages)
 
     def _open_record(self, run: Run) -> None:
         self._record = Record(run.folder)

@@ -2,7 +2,7 @@
 
 // Draws the charts. The data are in #data (which curves there are) and #points (base64 of gzip: arrays of numbers).
 
-const DASHES = 4, COLORS = 8, HEIGHT = 216, MOST_ROWS = 100, MOST_MARKS = 30, MOST_LEGEND = 12, POLL_MS = 2000;
+const DASHES = 4, COLORS = 8, HEIGHT = 216, MOST_ROWS = 100, MOST_MARKS = 30, MOST_LEGEND = 12, POLL_MS = 2000, LABEL_ROWS = 3;
 const view = { axis: "x", log: false, smooth: 0, range: null, hidden: new Set(), filter: "" };
 
 function make(tag, attributes = {}, ...children) {
@@ -91,8 +91,8 @@ function smoothed(ys, weight) {
 // -- a chart -----------------------------------------------------------------------------------------------------------------------
 
 class Chart {
-  constructor(figure, chart, runs) {
-    this.figure = figure; this.title = chart.title; this.unit = chart.unit; this.several = runs.length > 1;
+  constructor(figure, chart, runs, stages) {
+    this.figure = figure; this.title = chart.title; this.unit = chart.unit; this.several = runs.length > 1; this.stages = stages;
     const names = new Set(chart.series.map((one) => one.name));
     this.series = chart.series.map((one) => ({
       ...one, of: runs[one.run], label: !this.several ? one.name : names.size > 1 ? `${runs[one.run]}: ${one.name}` : runs[one.run],
@@ -148,6 +148,7 @@ class Chart {
       return;
     }
     this.axes(width);
+    this.marks(new Set(shown.map((one) => one.run)));
     for (const one of shown) {
       if (view.smooth) this.curve(one, one.y, "curve raw", false);
       this.curve(one, this.drawn(one), "curve", true);
@@ -206,6 +207,21 @@ class Chart {
       const text = (Math.abs(mark) >= 1e6 ? short(mark) : mark.toLocaleString("en", { maximumSignificantDigits: 6 })) + name;
       this.svg.append(make("line", { class: "baseline", x1: x(mark * size), x2: x(mark * size), y1: bottom, y2: bottom + 4 }));
       this.svg.append(make("text", { class: "x", x: x(mark * size), y: HEIGHT - 5, "text-anchor": x(mark * size) > right - 12 ? "end" : "middle", "data-value": mark * size }, text));
+    }
+  }
+
+  // A line where a stage begins, and its text where there is room beside earlier ones; a table of the page has all texts.
+  marks(runs) {
+    const { x, left, right, top, bottom } = this.scale, ends = Array(LABEL_ROWS).fill(-Infinity);
+    const stages = this.stages.filter((one) => runs.has(one.run) && one[view.axis] !== null && one[view.axis] >= this.box.x0 && one[view.axis] <= this.box.x1);
+    for (const one of stages.sort((a, b) => a[view.axis] - b[view.axis])) {
+      const px = x(one[view.axis]), text = one.text.length > 24 ? `${one.text.slice(0, 23)}…` : one.text, width = text.length * 6.6;
+      const look = this.several ? `c${one.run % COLORS}` : "quiet";
+      this.svg.append(make("line", { class: `stage ${look}`, x1: px, x2: px, y1: top, y2: bottom, "data-value": one[view.axis] }));
+      const from = px + 4 + width <= right ? px + 4 : Math.max(left, px - 4 - width), row = ends.findIndex((end) => end + 6 <= from);
+      if (row < 0) continue;
+      ends[row] = from + width;
+      this.svg.append(make("text", { class: "stage", x: from, y: top + 11 + 14 * row }, text));
     }
   }
 
@@ -475,7 +491,7 @@ function sortable() {
 }
 
 async function draw() {
-  const { runs, labels, charts: known } = JSON.parse(document.getElementById("data").textContent);
+  const { runs, labels, charts: known, stages } = JSON.parse(document.getElementById("data").textContent);
   sortable();
   charts.length = 0;
   if (!known.length) return;
@@ -485,7 +501,7 @@ async function draw() {
   for (const figure of document.querySelectorAll("figure[data-chart]")) {
     const chart = known[figure.dataset.chart];
     chart.series = chart.series.map((one) => ({ ...one, x: array(one.x), t: array(one.t), y: array(one.y) }));
-    charts.push(new Chart(figure, chart, labels));
+    charts.push(new Chart(figure, chart, labels, stages));
   }
   if (!document.getElementById("keys")) controls(labels);
   filter();

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -81,6 +82,7 @@ def page(runs: Sequence[RunData], max_points: int, evaluations: Sequence[RunData
         "main",
         curves(runs, charts),
         None if len(runs) > 1 else results(runs[0]),
+        stages(runs),
         tables_of(runs),
         differences(runs),
         evaluated(evaluations),
@@ -95,7 +97,15 @@ def page(runs: Sequence[RunData], max_points: int, evaluations: Sequence[RunData
         "style_hash": _hash(style),
         "script": script,
         "script_hash": _hash(script),
-        "data": _data({"runs": [run.name for run in runs], "labels": _labels(runs), "live": live, "charts": charts}),
+        "data": _data(
+            {
+                "runs": [run.name for run in runs],
+                "labels": _labels(runs),
+                "live": live,
+                "charts": charts,
+                "stages": _stages(runs),
+            }
+        ),
         "connect": " connect-src 'self';" if live else "",
         "points": points,
     }
@@ -124,6 +134,20 @@ def _labels(runs: Sequence[RunData]) -> list[str]:
     if any(name.partition("/")[0] != shared for name in names):
         return names
     return [name.partition("/")[2] or name for name in names]
+
+
+def _stages(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """Return the stages that the charts mark: number of the run, step, seconds (``None``: not known) and text."""
+    return [
+        {
+            "run": number,
+            "x": stage.step,
+            "t": stage.seconds if math.isfinite(stage.seconds) else None,
+            "text": f"{stage.kind} {stage.text}",
+        }
+        for number, run in enumerate(runs)
+        for stage in run.stages
+    ]
 
 
 def header(runs: Sequence[RunData], title: str) -> Html:
@@ -196,6 +220,19 @@ def tables_of(runs: Sequence[RunData]) -> Html | None:
             cells: list[list[object]] = [[_cell(value) for value in row] for row in rows]
             tables.append(html_table(title, list(columns), cells, numbers_from=1))
     return _section("tables", "Tables", *tables) if tables else None
+
+
+def stages(runs: Sequence[RunData]) -> Html | None:
+    """Return the section with the stages of batch size, row length and mixture that have begun."""
+    rows: list[list[object]] = [
+        [*([run.name] if len(runs) > 1 else []), f"{stage.step:,}", stage.kind, stage.text]
+        for run in runs
+        for stage in run.stages
+    ]
+    if not rows:
+        return None
+    head: list[object] = [*(["run"] if len(runs) > 1 else []), "after step", "stage", "from here on"]
+    return _section("stages", "Stages", html_table("Stages of the training", head, rows))
 
 
 def _cell(value: Any) -> str:

@@ -9,6 +9,7 @@ event                   fields, besides ``event`` and ``time`` (seconds since 19
 ``checkpoint``          ``path``, ``step``, ``score``; of earlier versions also ``best`` (whether it is the best so far)
 ``best``                ``path`` of the checkpoint that is the best from now on
 ``removed``             ``path`` of a checkpoint
+``stage``               ``kind`` and ``text`` of a stage of the training, and the ``step`` after which it begins: ``batch size``, ``512``
 ``table``               ``name``, ``columns``, ``rows`` (a list of values each) of a table that a callback has made
 ``times``               ``times``: where the seconds since the start went
 ``end``                 ``stage``, ``status``, ``reason``, ``step``, ``epoch``, ``times``

@@ -43,6 +43,18 @@ _LARGEST = 64 << 20, 1 << 20
 """Size of the largest manifest, and of the largest file of settings, that is read, in bytes."""
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a training that has begun: ``kind`` and ``text``, such as ``"batch size"`` and ``"512"``."""
+
+    step: int
+    """The last step before the stage."""
+    kind: str
+    text: str
+    seconds: float
+    """Seconds of training before it; NaN: not known."""
+
+
 @dataclass
 class RunData:
     """The data of one run on the page."""
@@ -82,6 +94,8 @@ class RunData:
     """Phase of :data:`PHASES` -> seconds."""
     tables: dict[str, tuple[list[str], list[list[Any]]]] = field(default_factory=dict)
     """Name -> columns and rows of a table that a callback has made."""
+    stages: list[Stage] = field(default_factory=list)
+    """Stages of the training, in the order of their steps."""
 
     @property
     def training_s(self) -> float:
@@ -221,6 +235,8 @@ class _Reader:
         self.training = self.ended = False
         self.columns: dict[int, list[Points]] = {}
         """Number of a kind of rows -> the curves of its columns."""
+        self.stages: list[tuple[int, str, str]] = []
+        """Step, kind and text of each stage, in the order in which they were recorded."""
         self.before: Array | None = None
         """The last step, its seconds, the clock without validation and checkpoints, and samples; shape [4, 1]."""
 
@@ -238,6 +254,7 @@ class _Reader:
         groups = self.metrics, self.rates, self.speed, self.memory
         run.metrics, rates, run.speed, run.memory = _curves(*groups)
         run.rates = _same_rates_once(rates)
+        run.stages = _with_seconds(self.stages, run)
         _set_checkpoints(run, self.checkpoints_by_name, self.best)
 
     def _on_start(self, event: Mapping[str, Any], now: float) -> None:
@@ -257,6 +274,7 @@ class _Reader:
         run.config = _settings(event) or run.config
         step = _step(event.get("step")) or 0
         run.step = step
+        self.stages = [stage for stage in self.stages if stage[0] <= step]
         for group in (self.metrics, self.rates, self.memory, self.speed):
             for points in group.values():
                 points.cut(step)
@@ -332,6 +350,13 @@ class _Reader:
     def _on_removed(self, event: Mapping[str, Any], now: float) -> None:
         self.checkpoints_by_name.pop(_last_part(str(event.get("path"))), None)
 
+    def _on_stage(self, event: Mapping[str, Any], now: float) -> None:
+        step, kind, text = _step(event.get("step")), str(event.get("kind")), str(event.get("text"))
+        latest = next((stage for stage in self.stages[::-1] if stage[1] == kind), None)
+        # A training that resumes within a stage records it again.
+        if step is not None and (latest is None or latest[2] != text):
+            self.stages.append((step, kind, text))
+
     def _on_table(self, event: Mapping[str, Any], now: float) -> None:
         columns, rows = event.get("columns"), event.get("rows")
         if isinstance(columns, list) and isinstance(rows, list):
@@ -373,6 +398,19 @@ def _curves(*groups: Mapping[str, Points]) -> list[dict[str, Curve]]:
     shared: dict[tuple[int, ...], Array] = {}
     curves = [{name: points.curve(shared) for name, points in group.items()} for group in groups]
     return [{name: curve for name, curve in group.items() if len(curve)} for group in curves]
+
+
+def _with_seconds(stages: Iterable[tuple[int, str, str]], run: RunData) -> list[Stage]:
+    """The stages in the order of their steps, with the seconds of training that the longest curve tells."""
+    curves = [*run.metrics.values(), *run.rates.values(), *run.memory.values()]
+    longest = max(curves, key=len, default=None)
+    timed = []
+    for step, kind, text in sorted(stages):
+        seconds = math.nan
+        if longest is not None and longest.steps[0] <= step <= longest.steps[-1]:
+            seconds = float(np.interp(step, longest.steps, longest.seconds))
+        timed.append(Stage(step, kind, text, seconds))
+    return timed
 
 
 def _same_rates_once(rates: dict[str, Curve]) -> dict[str, Curve]:

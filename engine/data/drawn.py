@@ -79,6 +79,11 @@ class DrawnDataset(Dataset[Any], ABC):
     def counts_between(self, epoch: int, start: int, stop: int) -> dict[str, int]:
         """By source, its samples in the draws of an epoch from position ``start`` to ``stop``."""
 
+    @abstractmethod
+    def stages_in(self, epoch: int) -> list[tuple[int, str, bool]]:
+        """The stages of the weights in an epoch, in their order: the position at which each begins (0: there or before), its shares as a text, and
+        whether it is the first of all. ``[]``: there is one stage only."""
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let a stream continue after its ``state_dict()``; data with indices has no such state."""
         raise NotImplementedError(f"{type(self).__name__} has indices, and its draws continue by their numbers")

@@ -120,12 +120,16 @@ class Feed(ABC):
 
     @property
     def tells_tokens(self) -> bool:
-        """Whether the tokens of each batch are known before it is read: :meth:`tokens_between` tells them."""
+        """Whether tokens and samples of each batch are known before it is read: :meth:`tokens_between` and :meth:`samples_between` tell them."""
         return False
 
     def tokens_between(self, epoch: int, start: int, stop: int) -> int:
         """The tokens in the batches of an epoch from position ``start`` to ``stop``."""
         raise NotImplementedError(f"{type(self).__name__} does not know the tokens of its batches")
+
+    def samples_between(self, epoch: int, start: int, stop: int) -> int:
+        """The number of samples in the batches of an epoch from position ``start`` to ``stop``."""
+        raise NotImplementedError(f"{type(self).__name__} does not know the samples of its batches")
 
     def draws_state(self, epoch: int, position: int) -> Any:
         """The state, at a position in an epoch, of data that orders itself, from which it continues if it changes; ``None`` for other data."""
@@ -138,6 +142,10 @@ class Feed(ABC):
     def counts_between(self, epoch: int, start: int, stop: int) -> dict[str, int] | None:
         """By source of a mixture, its samples between two positions of an epoch; ``None`` for other data."""
         return None
+
+    def stages_in(self, epoch: int) -> list[tuple[int, str, bool]]:
+        """The stages of a mixture's weights in an epoch, as :meth:`engine.data.drawn.DrawnDataset.stages_in`; ``[]`` for other data."""
+        return []
 
     def stop_pass(self) -> None:
         """Release the iterator at the end of a pass, so that worker processes end rather than wait for the next pass."""

@@ -226,6 +226,9 @@ class LoaderFeed(IndexedFeed):
     def counts_between(self, epoch: int, start: int, stop: int) -> dict[str, int] | None:
         return None if self.drawn is None else self.drawn.counts_between(epoch, start, stop)
 
+    def stages_in(self, epoch: int) -> list[tuple[int, str, bool]]:
+        return [] if self.drawn is None else self.drawn.stages_in(epoch)
+
     def start_state(self) -> Any:
         return self.order.state(over=False)
 
@@ -348,12 +351,20 @@ class BatchFeed(LoaderFeed):
         return isinstance(self.order, DrawOrder) and getattr(self.order.source, "tells_tokens", False) is True
 
     def tokens_between(self, epoch: int, start: int, stop: int) -> int:
+        tokens: int = self._batches_of(epoch).tokens_between(start, stop)
+        return tokens
+
+    def samples_between(self, epoch: int, start: int, stop: int) -> int:
+        samples: int = self._batches_of(epoch).samples_between(start, stop)
+        return samples
+
+    def _batches_of(self, epoch: int) -> Any:
+        """The batches of an epoch, which tell their tokens and samples."""
         if self._counted is None or self._counted[0] != epoch:
             is_latest = self.latest is not None and self.latest[0] == epoch
             order: Any = self.latest[1] if self.latest is not None and is_latest else self.order.draw(epoch)
             self._counted = epoch, order.items
-        tokens: int = self._counted[1].tokens_between(start, stop)
-        return tokens
+        return self._counted[1]
 
     def batches_in_pass(self) -> int | None:
         return self.order.length()

@@ -188,13 +188,18 @@ class PreparedLoader:
 
     @property
     def tells_tokens(self) -> bool:
-        """Whether the data tells the tokens of its batches, as those of a ``TokenBudget`` do."""
+        """Whether the data tells the tokens and samples of its batches, as those of a ``TokenBudget`` do."""
         return self._feed.tells_tokens
 
     def tokens_between(self, epoch: int, start: int, stop: int) -> int:
         """The tokens between two positions of an epoch, of data that :attr:`tells_tokens`. Positions: see :meth:`counts_between`."""
         start, stop = self._within_pass(start, stop)
         return self._feed.tokens_between(epoch, start, stop)
+
+    def samples_between(self, epoch: int, start: int, stop: int) -> int:
+        """The number of samples between two positions of an epoch, of data that :attr:`tells_tokens`."""
+        start, stop = self._within_pass(start, stop)
+        return self._feed.samples_between(epoch, start, stop)
 
     @property
     def epoch(self) -> int:
@@ -394,6 +399,10 @@ class PreparedLoader:
         """
         start, stop = self._within_pass(start, stop)
         return self._feed.counts_between(epoch, start, stop)
+
+    def stages_in(self, epoch: int) -> list[tuple[int, str, bool]]:
+        """The stages of the weights of a mixture with indices in an epoch: position, text, and whether it is the first; ``[]`` for other data."""
+        return self._feed.stages_in(epoch)
 
     def _within_pass(self, start: int, stop: int) -> tuple[int, int]:
         """Two positions, none of which is behind the end of an epoch's data."""

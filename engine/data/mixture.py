@@ -14,7 +14,7 @@ from engine.data.arguments import whole_number
 from engine.data.data_states import load_state, stateful, states_of
 from engine.data.drawn import DrawnDataset
 from engine.data.epochs import tell_epoch
-from engine.data.mixture_draws import MixtureDraws, Origin, Stage, apportion, draws_of_epoch, share_texts
+from engine.data.mixture_draws import MixtureDraws, Origin, Stage, apportion, draws_of_epoch, percentages, share_texts
 from engine.data.mixture_weights import parsed_weights, repeated_weights, resolved
 from engine.data.order import epoch_of_repetition, mixed
 from engine.data.packed_rows import LengthSchedule, length_schedule_of
@@ -261,6 +261,17 @@ class Mixture(DrawnDataset):
     def counts_between(self, epoch: int, start: int, stop: int) -> dict[str, int]:
         before, after = (self.counts(self._draw_at(epoch, position)) for position in (start, stop))
         return {name: after[name] - before[name] for name in self.names}
+
+    def stages_in(self, epoch: int) -> list[tuple[int, str, bool]]:
+        if len(self._stages) == 1:
+            return []
+        start, last = self._draw_at(epoch, 0), self._draw_at(epoch, self.epoch_length)
+        before = [index for index, stage in enumerate(self._stages) if stage.start <= start][-1]
+        stages = [stage for stage in self._stages[before:] if stage.start < last]
+        return [
+            (max(0, stage.start - start), percentages(self.names, stage.shares), stage is self._stages[0])
+            for stage in stages
+        ]
 
     def locate(self, draw: int) -> tuple[str, int]:
         """The name of the source that a draw reads, and the index in this source; of a further mixture, the number of its draw.

@@ -245,6 +245,11 @@ def share_texts(names: Sequence[str], shares: Sequence[Fraction]) -> dict[str, s
     return {name: str(share) for name, share in zip(names, shares, strict=True)}
 
 
+def percentages(names: Sequence[str], shares: Sequence[Fraction]) -> str:
+    """Shares by name, for readers: ``"web 40 %, code 60 %"``; sources without a share are left out."""
+    return ", ".join(f"{name} {float(100 * share):.3g} %" for name, share in zip(names, shares, strict=True) if share)
+
+
 def shares_of_texts(names: Sequence[str], texts: Mapping[str, str]) -> tuple[Fraction, ...]:
     """The opposite of :func:`share_texts`; sources that are not in ``texts`` have no share."""
     return tuple(Fraction(texts.get(name, "0")) for name in names)

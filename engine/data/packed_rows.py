@@ -99,6 +99,10 @@ class LengthSchedule:
         stages = zip(self.starts, self.lengths, strict=True)
         return [length for start, length in stages if not start.value or start.value <= at][-1]
 
+    def is_first(self, at: int | float | Fraction) -> bool:
+        """Whether a window that begins when the training has this much of :attr:`unit` is in the first stage."""
+        return len(self.starts) == 1 or self.starts[1].value > at
+
     def __str__(self) -> str:
         stages = zip(self.starts, self.lengths, strict=True)
         return str({str(start) if start.value else 0: length for start, length in stages})

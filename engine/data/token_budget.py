@@ -47,6 +47,16 @@ class BatchesOfEpoch(Sequence[list[int]]):
         """The number of samples in a batch, without making it."""
         return int(self.ends[number] - self.starts[number])
 
+    def samples_between(self, start: int, stop: int) -> int:
+        """The number of samples in the batches from number ``start`` to ``stop``."""
+        return self._samples_before[stop] - self._samples_before[start]
+
+    @cached_property
+    def _samples_before(self) -> list[int]:
+        """The number of samples in the batches before each one; at last that of all."""
+        before: list[int] = numpy.append(0, (self.ends - self.starts).cumsum(dtype=numpy.int64)).tolist()
+        return before
+
     def tokens_between(self, start: int, stop: int) -> int:
         """The tokens of the samples in the batches from number ``start`` to ``stop``, without padding."""
         return self._tokens_before[stop] - self._tokens_before[start]
@@ -106,7 +116,7 @@ class TokenBudget(Sampler[list[int]]):
         self.tokens_per_batch = max_tokens
         """The most tokens in a batch, from which a number of tokens in a step is divided."""
         self.tells_tokens = True
-        """The batches of an epoch tell their tokens, so a training's clock counts the lengths of the samples after each step."""
+        """The batches of an epoch tell their tokens and samples, so a training's clock counts the lengths of the samples after each step."""
         count = len(self.lengths)
         if pool is None and not shuffle:
             pool = count

@@ -24,6 +24,8 @@ class Stage:
     """When the stage begins: at the first window at or after this."""
     window: int
     """Micro-batches in a window."""
+    size: int | str = ""
+    """The samples or tokens of a step, as they were set."""
 
 
 class BatchSizes:
@@ -76,9 +78,9 @@ class BatchSizes:
             tokens: a limit in tokens, of data that tells the tokens of its batches.
         """
         size, per_window = self._loader.samples_of_pass, self._loader.samples_of_round
-        if (not size or not per_window) and samples is None and self._loader.tells_tokens:
-            return self._steps_by_batch(epochs, max_steps, tokens)
-        if not size or not per_window or epochs is samples is max_steps is None:
+        if not size or not per_window:
+            return self._steps_by_window(epochs, samples, max_steps, tokens)
+        if epochs is samples is max_steps is None:
             return None
         starts = [self._as_samples(stage.start, size) for stage in self.stages]
         counts, done, epoch, position = [0] * len(starts), 0, 0, 0
@@ -112,22 +114,42 @@ class BatchSizes:
                 epoch, position = epoch + 1, 0
         return counts
 
-    def _steps_by_batch(self, epochs: int | None, max_steps: int | None, tokens: int | None) -> list[int] | None:
-        """The optimizer steps in each stage, counted window by window, of data whose batches tell their tokens; ``None``: not known before."""
+    def _steps_by_window(
+        self, epochs: int | None, samples: int | None, max_steps: int | None, tokens: int | None
+    ) -> list[int] | None:
+        """The optimizer steps in each stage, counted window by window, of batches with different numbers of samples; ``None``: not known before."""
         loader, positions = self._loader, self._loader.positions_of_pass
-        if not positions or self.unit == "samples" or epochs is max_steps is tokens is None:
+        if not positions or epochs is samples is max_steps is tokens is None:
+            return None
+        needs_counts = self.unit in ("samples", "tokens") or samples is not None or tokens is not None
+        if needs_counts and not loader.tells_tokens:
             return None
         counts, state = [0] * len(self.stages), TrainState()
         while (
             (epochs is None or state.epoch < epochs)
+            and (samples is None or state.samples < samples)
             and (max_steps is None or state.step < max_steps)
             and (tokens is None or state.clock_tokens < tokens)
         ):
             if state.step == _MOST_COUNTED:
                 return None
             index, start = self.index_at(state), state.position
-            state.position += loader.positions_of_round * self.stages[index].window
-            state.clock_tokens += loader.tokens_between(state.epoch, start, state.position)
+            full = loader.positions_of_round * self.stages[index].window
+            if index == len(counts) - 1 and not start and samples is tokens is None:  # whole epochs at once
+                by_limit = [] if epochs is None else [epochs - state.epoch]
+                by_limit += [] if max_steps is None else [(max_steps - state.step) // -(-positions // full)]
+                if whole := min(by_limit):
+                    steps = whole * -(-positions // full)
+                    counts[index], state.epoch, state.step = (
+                        counts[index] + steps,
+                        state.epoch + whole,
+                        state.step + steps,
+                    )
+                    continue
+            state.position += full
+            if needs_counts:
+                state.samples += loader.samples_between(state.epoch, start, state.position)
+                state.clock_tokens += loader.tokens_between(state.epoch, start, state.position)
             counts[index], state.step = counts[index] + 1, state.step + 1
             if state.position >= positions:
                 state.next_epoch()
@@ -167,6 +189,7 @@ def batch_sizes(setting: int | str | Mapping[Any, Any], loader: PreparedLoader, 
         Stage(
             Duration(later[0] if later else "samples", start.value),
             _window(setting[key], f" from {start}", loader, ranks),
+            setting[key],
         )
         for start, key in starts
     ]

@@ -28,7 +28,7 @@ from engine.distributed.group import Group
 from engine.engine import Engine
 from engine.loop.batch_sizes import BatchSizes, Stage, batch_sizes, reached
 from engine.loop.method_arguments import step_accepting
-from engine.loop.state import TrainState
+from engine.loop.state import StageLog, TrainState
 from engine.module import TrainModule, overrides
 from engine.utils.log import logger, warn_once
 from engine.utils.overrides import overridden_methods
@@ -105,6 +105,8 @@ class RunLoaders:
         """The stages of ``global_batch_size``; ``None``: it is not set, or the training loader is not prepared."""
         self.row_lengths: LengthSchedule | None = None
         """The stages of the lengths of rows; ``None``: all rows have one length."""
+        self.stages = StageLog()
+        """The stages that have begun."""
         self._window: int | None = None
         self._stage = 0
         self._stream_state: Any = None
@@ -183,15 +185,13 @@ class RunLoaders:
         window = self._settings.accumulate_at(epoch) if self._window is None else self._window
         return window * self.window_factor
 
-    def steps(self, epochs: int) -> int:
-        """The number of optimizer steps in ``epochs`` epochs; the length of an epoch must be known. With stages of ``global_batch_size`` in data that
-        does not tell its samples, as many as if the first stage went on."""
+    def steps(self, epochs: int) -> int | None:
+        """The number of optimizer steps in ``epochs`` epochs; the length of an epoch must be known. ``None``: stages of ``global_batch_size`` begin
+        at a number of samples or tokens that this data reaches at a step which is not known before."""
         batches = self.train_batches
         assert batches is not None
         if self.batch_sizes is not None and self.batch_sizes.changes:
-            steps = self.batch_sizes.steps(epochs)
-            if steps is not None:
-                return steps
+            return self.batch_sizes.steps(epochs)
         by_epoch = [-(-batches // self.window_at(epoch)) for epoch in range(min(epochs, MAX_EPOCHS_COUNTED))]
         return sum(by_epoch) + (epochs - len(by_epoch)) * (by_epoch[-1] if by_epoch else 0)
 
@@ -201,11 +201,11 @@ class RunLoaders:
         changes = self.batch_sizes is not None and self.batch_sizes.changes
         if length.unit == "epochs" and batches and not changes:
             epochs, part = divmod(length.exact, 1)
-            return self.steps(epochs) + ceil(part * -(-batches // self.window_at(epochs)))
-        if train is not None and length.unit == "tokens" and train.tells_tokens:
+            return (self.steps(epochs) or 0) + ceil(part * -(-batches // self.window_at(epochs)))
+        if train is not None and length.unit in ("samples", "tokens") and train.tells_tokens:
             if self.batch_sizes is not None and changes:
-                return self.batch_sizes.steps(None, tokens=int(length.value))
-            return self._steps_of_tokens(train, int(length.value))
+                return self.batch_sizes.steps(None, **{length.unit: int(length.value)})
+            return self._steps_of_batches(train, length)
         samples, left = None if train is None else train.samples_of_pass, self.samples_of(length)
         if not samples or left is None or train is None:
             return None
@@ -221,16 +221,18 @@ class RunLoaders:
         epochs, left = divmod(left, samples)
         return steps + epochs * -(-samples // window) - (-left // window)
 
-    def _steps_of_tokens(self, train: PreparedLoader, tokens: int) -> int | None:
-        """The number of optimizer steps until batches that tell their tokens have this many; ``None``: a limit makes each epoch's number another."""
+    def _steps_of_batches(self, train: PreparedLoader, length: Duration) -> int | None:
+        """The number of optimizer steps until batches that tell their samples and tokens have as many as ``length``; ``None``: a limit makes each
+        epoch's number another."""
         positions = train.positions_of_pass
         if not positions or train.limit is not None:
             return None
-        epochs, left = divmod(tokens, train.tokens_between(0, 0, positions))
+        count_between = train.tokens_between if length.unit == "tokens" else train.samples_between
+        epochs, left = divmod(int(length.value), count_between(0, 0, positions))
         window = self._engine.data_group.world_size * self.window_at(epochs)
         windows = range(0, positions + window, window)
-        return self.steps(epochs) + bisect_left(
-            windows, left, key=lambda position: train.tokens_between(epochs, 0, position)
+        return (self.steps(epochs) or 0) + bisect_left(
+            windows, left, key=lambda position: count_between(epochs, 0, position)
         )
 
     def steps_of_stages(
@@ -269,13 +271,33 @@ class RunLoaders:
     def total_steps(
         self, max_epochs: int | None, max_steps: int | None, max_length: Duration | None = None
     ) -> int | None:
-        """Implements :attr:`engine.Run.total_steps`."""
+        """The number of optimizer steps in the whole training; ``None``: not known before."""
         if not self._closed:
             self.training()
         limits = [max_steps, None if max_length is None else self.steps_of(max_length)]
         if max_epochs is not None and self.train_batches is not None:
             limits.append(self.steps(max_epochs))
+            if limits[-1] is None:
+                return None
         return min((limit for limit in limits if limit is not None), default=None)
+
+    def told_steps(
+        self, max_epochs: int | None, max_steps: int | None, max_length: Duration | None = None
+    ) -> int | None:
+        """Implements :attr:`engine.Run.total_steps`.
+
+        Raises:
+            ValueError: stages of ``global_batch_size`` begin at steps that are not known before, in data with a length.
+        """
+        steps = self.total_steps(max_epochs, max_steps, max_length)
+        if steps is None and max_epochs is not None and self.train_batches is not None and self.batch_sizes is not None:
+            assert self.train is not None
+            raise ValueError(
+                f"run.total_steps: global_batch_size has a stage from {self.batch_sizes.stages[-1].start}, and at which step "
+                f"{type(self.train.loader).__name__} reaches that is not known before: give the starts of the stages in steps or epochs, or the "
+                "schedule a number of steps of your own"
+            )
+        return steps
 
     def total_batches(
         self, max_epochs: int | None, max_steps: int | None, max_length: Duration | None = None
@@ -294,14 +316,17 @@ class RunLoaders:
             )
         if max_steps is not None and steps is not None:
             max_steps = ceil(max_steps / Fraction(str(steps)))
-        return self.total_steps(max_epochs, max_steps, max_length)
+        return self.told_steps(max_epochs, max_steps, max_length)
 
     def locate(self, state: TrainState) -> None:
         """Set the engine's window for the position, and compute the micro-batch index from it, which another world size may have saved."""
         assert self.train is not None
         if self.batch_sizes is not None:
             self._stage = self.batch_sizes.index_at(state)
-            self._window = self.batch_sizes.stages[self._stage].window
+            stage = self.batch_sizes.stages[self._stage]
+            self._window = stage.window
+            if self.batch_sizes.changes:
+                self.stages.note("batch size", str(stage.size), state.step, self._stage == 0)
         window = self._engine.accumulate_grad_batches = self.window_at(state.epoch)
         self.stride = self.train.stride
         state.batch_idx = state.position // (self.stride // window)
@@ -339,10 +364,30 @@ class RunLoaders:
             if begins:
                 if schedule.unit == "steps":
                     self._engine.settle()  # a step whose verdict is pending may not count
-                length = schedule.length_at(reached(state, schedule.unit, train))
+                length = schedule.length_at(at := reached(state, schedule.unit, train))
+                self.stages.note("row length", str(length), state.step, schedule.is_first(at))
             yield schedule.cut(batch, length), share
             begins = share.last
             del batch
+
+    def in_mixture_stages(
+        self, micro_batches: Iterator[MicroBatch], state: TrainState, stages: Sequence[tuple[int, str, bool]]
+    ) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of an epoch, and note ``stages`` of a mixture's weights (:meth:`PreparedLoader.stages_in`) in the windows that
+        have their first samples."""
+        ahead = [stage for stage in stages if stage[0] > state.position]
+        _, text, is_first = stages[-len(ahead) - 1]
+        self.stages.note("mixture", text, state.step, is_first)
+        begins = True
+        for batch, share in micro_batches:
+            while begins and ahead and ahead[0][0] < state.position + self.stride:
+                self.stages.note("mixture", ahead.pop(0)[1], state.step)
+            yield batch, share
+            begins = share.last
+            del batch
+            if not ahead:
+                break
+        yield from micro_batches
 
     def continue_stream(self, state: Any) -> None:
         """Keep ``state``, which the training loader needs in addition to its position, until :func:`engine.loop.train.begin_epoch` takes it."""

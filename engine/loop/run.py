@@ -41,7 +41,7 @@ from engine.loop.optimization import Optimization
 from engine.loop.placed_module import PlacedModule
 from engine.loop.run_checkpoints import RunCheckpoints
 from engine.loop.run_snapshot import RunSnapshot
-from engine.loop.state import Result, Tally, Times, TrainState, status_of
+from engine.loop.state import BegunStage, Result, Tally, Times, TrainState, status_of
 from engine.loop.stopping import STOP, StopControl
 from engine.loop.timing import Intervals, Phases, checkpoint_phase
 from engine.metrics import media
@@ -168,12 +168,13 @@ class Run:
         """The number of optimizer steps in the whole training, for schedules: exact, by ``max_epochs``, ``max_steps`` and
         ``max_duration``. With ``automatic_optimization = False`` it is the number of batches, for schedulers that step once per batch; where
         ``max_steps`` ends the training, :attr:`engine.TrainModule.steps_per_batch` says how many steps a batch has. Available from ``setup`` on,
-        where all ranks read it together. ``None``: only time ends the training, or the loader has no length."""
+        where all ranks read it together. ``None``: only time ends the training, or the loader has no length. An error where stages of
+        ``global_batch_size`` begin at steps that are not known before, or :attr:`engine.TrainModule.steps_per_batch` is wrong."""
         if self.stage not in ("fit", "sanity"):
             return None
         control = self.control
         if self.module.automatic_optimization:
-            return self.loaders.total_steps(control.max_epochs, control.max_steps, control.max_length)
+            return self.loaders.told_steps(control.max_epochs, control.max_steps, control.max_length)
         self.batches_told = self.loaders.total_batches(control.max_epochs, control.max_steps, control.max_length)
         return self.batches_told
 
@@ -244,6 +245,12 @@ class Run:
     def tables(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
         """The tables of :meth:`set_table`, by name."""
         return MappingProxyType(self._tables)
+
+    @property
+    def begun_stages(self) -> Sequence[BegunStage]:
+        """The stages that have begun in this run: of ``global_batch_size``, of the lengths of :class:`engine.Packed` rows, and of the weights of a
+        :class:`engine.Mixture` with indices; the first stages, with which a training begins, are not among them."""
+        return self.loaders.stages.begun
 
     # -- progress and ranks -----------------------------------------------------------------------------------------------------
 

@@ -203,7 +203,7 @@ def check_min_steps(run: Run) -> None:
     ):
         return
     steps = loaders.steps(max_epochs)
-    if steps < settings.min_steps:
+    if steps is not None and steps < settings.min_steps:
         raise ValueError(
             f"min_steps={settings.min_steps} and max_epochs={max_epochs}: the training would end after {steps} step(s); give max_steps or "
             "more epochs"

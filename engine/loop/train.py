@@ -244,6 +244,8 @@ def begin_epoch(run: Run) -> Iterator[MicroBatch]:
         micro_batches = run.clock.checked(micro_batches)
     if loaders.row_lengths is not None:
         micro_batches = loaders.in_row_lengths(micro_batches, state)
+    if mixture_stages := loader.stages_in(state.epoch):
+        micro_batches = loaders.in_mixture_stages(micro_batches, state, mixture_stages)
     if run.settings.check and not run.control.first_step_done:
         return with_first_batch_compared(run, micro_batches)
     return micro_batches

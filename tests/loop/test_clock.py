@@ -257,6 +257,35 @@ def test_stages_and_rates_follow_the_tokens_of_a_budget(tmp_path: Path) -> None:
     assert module.rates == {tokens: rate(tokens) for tokens in module.rates}
 
 
+@pytest.mark.parametrize(
+    "others", [{}, {"max_epochs": 3}, {"max_epochs": 9, "limit_train_batches": 7}, {"max_duration": "77 samples"}]
+)
+def test_stages_may_follow_the_samples_of_a_budget(tmp_path: Path, others: dict[str, Any]) -> None:
+    stages = {0: "26 tokens", "20 samples": "52 tokens", "61 samples": "26 tokens"}
+    module, counts = Rates(), Counts()
+    settings: dict[str, Any] = others or {"max_duration": "300 tokens"}
+    result = fit(tmp_path, seed=4, global_batch_size=stages, callbacks=[counts], **settings).run(
+        module, budget_loader()
+    )
+    budget = TokenBudget(LENGTHS, 26, pool=20).seeded(4, True)
+    used, done, tokens, expected = settings.get("limit_train_batches", len(budget)), 0, 0, []
+    for epoch in range(settings.get("max_epochs", 9)):
+        batches, at = list(budget.draws(epoch))[:used], 0
+        while at < used and (tokens < 300 or others) and (done < 77 or "max_duration" not in others):
+            size = 2 if 20 <= done < 61 else 1
+            rows = [row for batch in batches[at : at + size] for row in batch]
+            done, at, tokens = done + len(rows), at + size, tokens + sum(LENGTHS[row] for row in rows)
+            expected.append(done)
+    assert [samples for _, samples, _ in counts.seen] == expected
+    assert module.total == result.step == len(expected)
+
+
+def test_a_length_in_samples_of_a_budget_is_known_in_steps(tmp_path: Path) -> None:
+    module = Rates()
+    result = fit(tmp_path, max_duration="77 samples", accumulate_grad_batches=2).run(module, budget_loader())
+    assert module.total == result.step
+
+
 def refusal(root: Path, data: Any, module: Any = None, **settings: Any) -> str:
     module = module or Tokens()
     with pytest.raises(ValueError, match="token") as error:
@@ -374,6 +403,30 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Any:
         return (Rows()[row] for row in range(COUNT))
+
+
+class Counted(Stream):
+    """A stream with a length."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+@pytest.mark.filterwarnings("ignore:this data cannot be read from the middle")
+def test_the_number_of_steps_is_refused_where_stages_begin_at_unknown_ones(tmp_path: Path) -> None:
+    """A schedule of the first stage's number of steps would be wrong. A training that does not ask goes on."""
+    stages = {0: 4, "20 samples": 8}
+    with pytest.raises(ValueError, match="a stage from 20 samples, and at which step DataLoader reaches that"):
+        fit(tmp_path, global_batch_size=stages, max_epochs=2).run(Rates(), loader(Counted(), shuffle=False))
+    known = Rates()
+    result = fit(tmp_path, global_batch_size={0: 4, "5 steps": 8}, max_epochs=2).run(
+        known, loader(Counted(), shuffle=False)
+    )
+    # 50 rows: 5 steps of 4, then 4 of up to 8; in the second epoch 7 of up to 8.
+    assert known.total == result.step == 16
+    assert (
+        fit(tmp_path, global_batch_size=stages, max_epochs=2).run(Tokens(), loader(Counted(), shuffle=False)).step == 16
+    )
 
 
 def test_the_length_of_rows_is_found_in_any_loader(tmp_path: Path) -> None:

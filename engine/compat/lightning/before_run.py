@@ -29,9 +29,12 @@ class MachinesBeforeRun:
 
 @dataclass(frozen=True)
 class GroupBeforeRun:
-    """Placeholder for a run's process group."""
+    """Placeholder for a run's process group, which has this process alone."""
 
     environment: MachinesBeforeRun
+    rank = 0
+    world_size = 1
+    cpu = None
 
 
 class _NotStarted:
@@ -51,6 +54,13 @@ class EngineBeforeRun(_NotStarted):
         self.device: torch.device = devices[environment.local_rank % len(devices)]
         self.process_index, self.local_process_index = environment.rank, environment.local_rank
         self.num_processes, self.is_main_process = environment.world_size, environment.rank == 0
+
+    def wait_for_everyone(self) -> None:
+        """Return at once: this process is alone (:meth:`BeforeRun.check_all_evaluate`)."""
+
+    def reduce(self, value: torch.Tensor) -> torch.Tensor:
+        """Return ``value``: this process is alone."""
+        return value
 
 
 class BeforeRun(_NotStarted):
@@ -82,6 +92,18 @@ class BeforeRun(_NotStarted):
         placeholder.epoch, placeholder.step, placeholder.samples = run.epoch, run.step, run.samples
         placeholder.values = {name: value.item() for name, value in values.items()}
         return placeholder
+
+    def check_all_evaluate(self, call: str) -> None:
+        """Check that this process can answer ``call``, a method of ``trainer.strategy``, without other ranks.
+
+        Raises:
+            RuntimeError: there are several, which meet in a run.
+        """
+        if self.world_size > 1:
+            raise RuntimeError(
+                f"trainer.strategy.{call} before a run: {self.world_size} ranks were started, and they meet in a run only: "
+                "call it in setup() or later"
+            )
 
     def set_limit(self, name: str, value: int | None) -> None:
         """Set the limit ``name`` (``"max_epochs"`` or ``"max_steps"``) of the training to ``value``; see :meth:`engine.Run.set_limit`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from engine.callback import Callback as OwnCallback
@@ -23,14 +23,23 @@ class Callback(Logging, OwnCallback):
     idle = False
     """Whether the callback's arguments leave it nothing to do, so that ``Trainer`` does not pass it on to the run."""
 
+    needed: tuple[str, ...] = ()
+    """The events in which this class works and Lightning's class of its name does nothing. A subclass there overrides them without calling
+    ``super()``, so they are called here, before the subclass's."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        home = next((base for base in cls.__mro__[1:] if vars(base).get("needed")), Callback)
+        needed = vars(home).get("needed", ())
         for event in CALLED:
             owner = next((base for base in cls.__mro__ if event in vars(base)), OwnCallback)
             method = vars(owner).get(event)
             if owner is not OwnCallback and method is not None and not _translates(method):
                 is_own = issubclass(owner, OwnCallback) and not issubclass(owner, Callback)
-                setattr(cls, event, _with_run(method) if is_own else _with_trainer(event, _function(method)))
+                translated = _with_run(method) if is_own else _with_trainer(event, _function(method))
+                if event in needed and not issubclass(home, owner) and not _names(event, method):
+                    translated = _after(getattr(home, event), translated)
+                setattr(cls, event, translated)
 
     def __setattr__(self, name: str, value: Any) -> None:
         hook = name in CALLED and callable(value) and not _translates(value)
@@ -42,6 +51,27 @@ class Callback(Logging, OwnCallback):
 
 def _translates(method: Any) -> bool:
     return getattr(method, "translates", None) is True
+
+
+def _names(event: str, method: Any) -> bool:
+    """Whether the code of a method names an event, as ``super().on_train_start(...)`` does."""
+    codes = [code] if (code := getattr(inspect.unwrap(method), "__code__", None)) is not None else []
+    for code in codes:  # grows: functions in functions
+        if event in code.co_names:
+            return True
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return False
+
+
+def _after(inherited: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``method``, an event of a subclass, so that the class's own, ``inherited``, is called before it."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inherited(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return call
 
 
 def _with_trainer(event: str, method: Callable[..., Any], bound: bool = False) -> Callable[..., Any]:

@@ -60,11 +60,15 @@ class OnExceptionCheckpoint(SavesOnException, Checkpoint):
 class ProgressBar(BarAttributes, Callback):
     """The base of progress bars. A bar is redrawn at fixed times, whatever ``refresh_rate`` is; 0 switches it off."""
 
+    needed: tuple[str, ...] = ("teardown",)
+
     shows_progress = True
 
 
 class LearningRateMonitor(Callback, own.LearningRateMonitor):
     """:class:`callbacks.LearningRateMonitor` with Lightning\'s arguments."""
+
+    needed: tuple[str, ...] = ("setup", "on_train_end", "on_validation_start", "on_validation_end")
 
     @with_arguments_of(own.LearningRateMonitor, CALLBACKS)
     def __init__(
@@ -99,6 +103,8 @@ class LearningRateMonitor(Callback, own.LearningRateMonitor):
 class DeviceStatsMonitor(Callback, own.DeviceStatsMonitor):
     """:class:`callbacks.DeviceStatsMonitor` with Lightning\'s arguments."""
 
+    needed: tuple[str, ...] = ("on_train_start", "on_train_end", "on_validation_start", "on_validation_end")
+
     @with_arguments_of(own.DeviceStatsMonitor, CALLBACKS)
     def __init__(self, cpu_stats: bool | None = None) -> None: ...
 
@@ -106,12 +112,31 @@ class DeviceStatsMonitor(Callback, own.DeviceStatsMonitor):
 class WeightAveraging(Callback, own.WeightAveraging):
     """:class:`callbacks.WeightAveraging` with Lightning\'s arguments."""
 
+    needed: tuple[str, ...] = (
+        "on_train_start",
+        "on_validation_start",
+        "on_validation_end",
+        "on_fit_end",
+        "on_exception",
+        "teardown",
+    )
+
     @with_arguments_of(own.WeightAveraging, CALLBACKS)
     def __init__(self, device: Device = None, use_buffers: bool = True, **kwargs: Any) -> None: ...
 
 
 class EMAWeightAveraging(Callback, own.EMA):
     """:class:`callbacks.EMA` with Lightning\'s arguments."""
+
+    needed: tuple[str, ...] = (
+        "on_train_start",
+        "on_train_epoch_start",
+        "on_validation_start",
+        "on_validation_end",
+        "on_fit_end",
+        "on_exception",
+        "teardown",
+    )
 
     @with_arguments_of(own.EMA, CALLBACKS)
     def __init__(
@@ -131,6 +156,16 @@ class EMAWeightAveraging(Callback, own.EMA):
 class StochasticWeightAveraging(Callback, own.SWA):
     """:class:`callbacks.SWA` with Lightning\'s arguments."""
 
+    needed: tuple[str, ...] = (
+        "on_train_start",
+        "on_train_batch_end",
+        "on_validation_start",
+        "on_validation_end",
+        "on_fit_end",
+        "on_exception",
+        "teardown",
+    )
+
     @with_arguments_of(own.SWA, CALLBACKS)
     def __init__(
         self, swa_lrs: float | list[float], swa_epoch_start: int | float = 0.8, annealing_epochs: int = 10,
@@ -143,6 +178,8 @@ class StochasticWeightAveraging(Callback, own.SWA):
 class BasePredictionWriter(Callback, own.BasePredictionWriter):
     """:class:`callbacks.BasePredictionWriter` with Lightning\'s arguments."""
 
+    needed: tuple[str, ...] = ("on_predict_start",)
+
     @with_arguments_of(own.BasePredictionWriter, CALLBACKS)
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None: ...
 
@@ -150,9 +187,13 @@ class BasePredictionWriter(Callback, own.BasePredictionWriter):
 class BaseFinetuning(FinetuningFunctions, Callback, own.BaseFinetuning):
     """:class:`callbacks.BaseFinetuning`."""
 
+    needed: tuple[str, ...] = ("on_load_checkpoint", "teardown")
+
 
 class BackboneFinetuning(FinetuningFunctions, Callback, own.BackboneFinetuning):
     """:class:`callbacks.BackboneFinetuning` with Lightning\'s arguments."""
+
+    needed: tuple[str, ...] = ("on_load_checkpoint", "on_train_batch_end", "teardown")
 
     @with_arguments_of(own.BackboneFinetuning, CALLBACKS)
     def __init__(
@@ -172,6 +213,8 @@ class ModelSummary(Callback, own.ModelSummary):
 class RichProgressBar(ProgressBar, own.RichProgressBar):
     """:class:`callbacks.RichProgressBar` with Lightning\'s arguments."""
 
+    needed: tuple[str, ...] = ("on_train_end", "teardown")
+
     @with_arguments_of(own.RichProgressBar, CALLBACKS)
     def __init__(
         self, refresh_rate: int = 1, leave: bool = False, theme: Any = None, console_kwargs: dict[str, Any] | None = None
@@ -181,6 +224,8 @@ class RichProgressBar(ProgressBar, own.RichProgressBar):
 
 class TQDMProgressBar(ProgressBar, own.TQDMProgressBar):
     """:class:`callbacks.TQDMProgressBar` with Lightning\'s arguments."""
+
+    needed: tuple[str, ...] = ("on_exception", "teardown")
 
     @with_arguments_of(own.TQDMProgressBar, CALLBACKS)
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
@@ -228,6 +273,8 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
 
     ``torch.load`` does not open that folder, which ``best_model_path`` names: ``load_from_checkpoint`` and ``ckpt_path`` do; see :attr:`pickles`.
     """
+
+    needed: tuple[str, ...] = ("on_train_start", "on_train_end", "on_fit_end")
 
     FILE_EXTENSION = ".ckpt"
     pickles = False
@@ -388,6 +435,8 @@ class ModelCheckpoint(CheckpointAttributes, Checkpoint, own.ModelCheckpoint):
 
 class EarlyStopping(NamesReason, Callback, own.EarlyStopping):
     """:class:`callbacks.EarlyStopping` with Lightning\'s arguments."""
+
+    needed: tuple[str, ...] = ("on_train_start", "on_train_end")
 
     _stopped_epoch: int | None = None
 

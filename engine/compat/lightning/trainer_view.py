@@ -119,7 +119,7 @@ class TrainerView:
         control, loaders = self._run.control, self._run.loaders
         if self._run.stage in ("fit", "sanity"):
             # In manual optimization Lightning gives the smaller one of the batches and max_steps, however many steps a batch has.
-            steps = loaders.total_steps(control.max_epochs, control.max_steps, control.max_length)
+            steps = loaders.told_steps(control.max_epochs, control.max_steps, control.max_length)
             if steps is not None:
                 return int(steps)
         if self._run.max_epochs is None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.browser import Page, series
 from support.ranks import run_ranks
+from torch.utils.data import DataLoader
 
 from callbacks import CSVLogger, ModelCheckpoint, Report, write_report
 from callbacks.report.record import events
@@ -80,6 +81,23 @@ def test_the_page_of_a_run(make_fit, falling, batches, tmp_path):
     times = {row[0]: row[1] for row in page.tables["Time of each phase"][1:]}
     assert {"training steps", "validation", "checkpoints", "in all"} <= times.keys()
     assert "completed max_epochs=2 reached" in page.text
+
+
+def test_stages_of_a_training_are_marked(make_fit, falling, tmp_path):
+    """Samples 1 to 10 in steps of 2, then in steps of 4; the training resumes within the second stage, which stays where it began."""
+    settings = {"log_every_n_steps": 3, "global_batch_size": {0: 2, "10 samples": 4}, "max_epochs": 2}
+    data = DataLoader(torch.ones(14, 1), batch_size=2)
+    for limit in ({"max_steps": 6}, {}):
+        fit = make_fit(**settings, **limit, callbacks=[Report(), ModelCheckpoint()])
+        fit.run(falling(), data, resume="last" if not limit else None)
+    assert [event["step"] for event in events(tmp_path / "report.jsonl") if event["event"] == "stage"] == [5, 6]
+    page = Page(tmp_path / "report.html")
+    (stage,) = page.data["stages"]
+    assert (stage["run"], stage["x"], stage["text"]) == (0, 5, "batch size 4")
+    steps, _ = series(tmp_path / "report.html", "train/weight")
+    seconds = dict(zip(steps, page.series[tmp_path.name, "train/weight"][1], strict=True))
+    assert seconds[3] < stage["t"] < seconds[6]
+    assert page.tables["Stages of the training"] == [["after step", "stage", "from here on"], ["5", "batch size", "4"]]
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])

@@ -169,6 +169,53 @@ def test_runs_are_hidden_and_scales_changed(folder: Path, browser: chromium.Brow
     assert browser.complaints() == []
 
 
+STAGES = """
+[...document.querySelectorAll("figure")].map(figure => ({
+  x: [...figure.querySelectorAll("text.x")].map(t => [+t.dataset.value, t.textContent, +t.getAttribute("x")]),
+  lines: [...figure.querySelectorAll("line.stage")].map(line => +line.getAttribute("x1")),
+  labels: [...figure.querySelectorAll("text.stage")].map(text => [text.textContent,
+    ...["x", "y", "width", "height"].map(side => text.getBBox()[side])]),
+  width: figure.querySelector(".plot > svg").viewBox.baseVal.width,
+}))
+"""
+"""Of each chart the labels of its axis, the places of the lines of stages, and text and box of their labels."""
+
+
+@pytest.mark.parametrize("width", [1300, 420])
+def test_charts_mark_stages(tmp_path: Path, browser: chromium.Browser, width: int) -> None:
+    """Five stages, of which three begin close to each other; a long text is shortened. The lines stand where the axis has their steps."""
+    folder = write_record(tmp_path / "run", **{"train/loss": [float(step % 7) for step in range(100)]})
+    mixture = "mixture web 40 %, code 40 %, mathematics 20 %"
+    begun = [
+        (20, "batch size", "8"),
+        (50, "batch size", "16"),
+        (51, "row length", "2048"),
+        (52, "mixture", mixture[8:]),
+    ]
+    with (folder / "report.jsonl").open("a") as file:
+        for step, kind, text in [*begun, (98, "batch size", "64")]:
+            file.write(json.dumps({"event": "stage", "time": 200.0, "step": step, "kind": kind, "text": text}) + "\n")
+    browser.open(write_report([folder]), width=width)
+    drawn = browser.evaluate(STAGES)[0]
+    step = axis(drawn["x"])
+    assert [round(step(line)) for line in drawn["lines"]] == [20, 50, 51, 52, 98]
+    labels = [text for text, *_ in drawn["labels"]]
+    assert labels[:2] == ["batch size 8", "batch size 16"]
+    assert labels[-1] == "batch size 64"
+    assert len(labels) == 5
+    assert f"{mixture[:23]}…" in labels
+    boxes = [box for _, *box in drawn["labels"]]
+    for number, (x, y, w, h) in enumerate(boxes):
+        assert x >= 0
+        assert x + w <= drawn["width"]
+        assert all(x >= ox + ow or ox >= x + w or abs(y - oy) >= h * 0.8 for ox, oy, ow, _ in boxes[:number])
+    browser.evaluate("document.querySelector('#controls input[type=radio]:not(:checked)').click()")
+    assert len(browser.evaluate(STAGES)[0]["lines"]) == 5  # across time, too
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert mixture[8:] in browser.evaluate("document.querySelector('#stages').textContent")
+    assert browser.complaints() == []
+
+
 ROWS = "[...document.querySelectorAll('.sortable tbody tr')].map(row => row.cells[0].textContent)"
 SORTS = "[...document.querySelectorAll('.sortable thead th')].map(head => head.getAttribute('aria-sort'))"
 

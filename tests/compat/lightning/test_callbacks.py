@@ -15,7 +15,7 @@ import lightning.pytorch.profilers
 import lightning.pytorch.strategies
 import pytest
 import torch
-from both import OURS, THEIRS, data, module, quietly, trainer
+from both import EVENTS, OURS, THEIRS, data, module, quietly, trainer
 
 from engine import Fit
 from engine.compat.lightning.arguments import CALLBACKS, LOGGERS, STRATEGIES
@@ -55,6 +55,67 @@ def test_what_a_class_does_not_take_is_an_argument_of_lightnings(library: Any, t
         passes_on = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(theirs).parameters.values())
         unknown = {argument for argument, row in rows.items() if row.neutral} - set(named(theirs))
         assert not unknown or passes_on, name
+
+
+def test_events_in_which_a_class_of_lightnings_does_nothing_may_be_overridden(tmp_path: Path) -> None:
+    """Scripts do not call ``super()`` there. Each class says in which events it works and Lightning's does not."""
+    bases: Any = lightning.pytorch.callbacks.Callback, callbacks.Callback
+    for name in lightning.pytorch.callbacks.__all__:
+        kinds = getattr(lightning.pytorch.callbacks, name), getattr(callbacks, name, None)
+        if inspect.isclass(kinds[1]) and issubclass(kinds[1], callbacks.Callback):
+            theirs, ours = (
+                {event for event in EVENTS if getattr(kind, event) is not getattr(base, event)}
+                for kind, base in zip(kinds, bases, strict=True)
+            )
+            without = {"GradientAccumulationScheduler", "BatchSizeFinder", "LearningRateFinder"}  # they only check
+            assert name in without or ours - theirs <= set(kinds[1].needed), name
+
+
+@pytest.mark.parametrize("library", [THEIRS, OURS])
+@pytest.mark.parametrize("way", ["replaced", "with super", "of a mixin", "twice"])
+def test_a_callback_works_whose_start_and_end_are_overridden(library: Any, way: str, tmp_path: Path) -> None:
+    calls: list[str] = []
+    L = library.callbacks
+
+    class Told:
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            calls.append(type(self).__name__)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            calls.append(type(self).__name__)
+
+    def made(kind: Any, name: str) -> Any:
+        if way == "of a mixin":
+            return type(name, (Told, kind), {})
+        if way == "with super":
+
+            def on_train_start(self: Any, trainer: Any, pl_module: Any) -> None:
+                kind.on_train_start(self, trainer, pl_module)
+                calls.append(name)
+
+            return type(name, (kind,), {"on_train_start": on_train_start, "on_train_end": Told.on_train_end})
+        hooks = {"on_train_start": Told.on_train_start, "on_train_end": Told.on_train_end}
+        first = type(name, (kind,), dict(hooks))
+        return first if way == "replaced" else type(name, (first,), hooks)
+
+    stop = made(L.EarlyStopping, "Stop")("score", patience=1, mode="max")
+    saves = made(L.ModelCheckpoint, "Saves")(tmp_path, monitor="score", mode="max")
+
+    class Falls(L.Callback):
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.log("score", torch.tensor(-float(trainer.current_epoch)))
+
+    options: dict[str, Any] = {
+        "callbacks": [Falls(), stop, saves],
+        "max_epochs": 6,
+        "limit_train_batches": 2,
+        "enable_checkpointing": True,
+    }
+    fitted = trainer(library, tmp_path, num_sanity_val_steps=0, **options)
+    quietly(fitted.fit, module(library), data(), data())
+    assert fitted.global_step == 4  # the second epoch's score is lower
+    assert Path(saves.best_model_path).name == "epoch=0-step=2.ckpt"
+    assert calls == ["Stop", "Saves"] * 2
 
 
 def test_a_callback_that_extends_one_of_ours_gets_a_trainer(tmp_path: Path) -> None:

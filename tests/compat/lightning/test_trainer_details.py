@@ -512,3 +512,28 @@ def test_refresh_rates_are_those_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert quietly(rates, OURS) == quietly(rates, THEIRS)
     monkeypatch.setenv("TQDM_MINITERS", "3")
     assert quietly(rates, OURS) == quietly(rates, THEIRS)
+
+
+@pytest.mark.parametrize("library", [THEIRS, OURS])
+def test_a_process_alone_may_ask_its_strategy_before_a_run(library: Any, tmp_path: Path) -> None:
+    strategy = trainer(library, tmp_path).strategy
+    assert strategy.broadcast({"lr": 0.1}) == {"lr": 0.1}
+    assert strategy.barrier("here") is None
+    assert [strategy.reduce_boolean_decision(vote) for vote in (True, False)] == [True, False]
+
+
+def test_several_ranks_meet_in_a_run_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {
+        "RANK": 1,
+        "LOCAL_RANK": 1,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 29500,
+    }
+    for name, value in names.items():
+        monkeypatch.setenv(name, str(value))
+    strategy = trainer(OURS, tmp_path, devices=2).strategy
+    for call in (lambda: strategy.broadcast(1), strategy.barrier, lambda: strategy.reduce_boolean_decision(True)):
+        with pytest.raises(RuntimeError, match="before a run: 2 ranks were started, and they meet in a run only"):
+            call()
