@@ -28,7 +28,7 @@ class Fault(NamedTuple):
 FAULTS = {
     "older": Fault(
         "a job goes on from the checkpoint before the newest", "engine/checkpoint/resume.py",
-        "list(reversed(manifests)), unusable]", "list(reversed(list(manifests)[:-1] or list(manifests))), unusable]",
+        "else storage.newest_first()\n", "else storage.newest_first()[1:] or storage.newest_first()\n",
     ),
     "early": Fault(
         "a checkpoint has its name before it has its manifest", "engine/checkpoint/local_storage.py",
