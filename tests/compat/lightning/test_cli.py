@@ -165,19 +165,19 @@ def test_a_callback_of_our_own_replaces_the_default_one(tmp_path: Path) -> None:
 
 def test_an_optimizer_from_the_command_line(tmp_path: Path) -> None:
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.max_epochs=2"]
-    options = ["--optimizer=Adam", "--optimizer.lr=0.2", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"]
+    options = ["--optimizer=Rprop", "--optimizer.lr=0.2", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"]
     cli = LightningCLI(
         Bare,
         Data,
         args=["fit", *options, *quiet, "--trainer.accelerator=cpu", f"--trainer.default_root_dir={tmp_path}"],
     )
     [optimizer] = cli.trainer.optimizers
-    assert type(getattr(optimizer, "optimizer", optimizer)) is optim.Adam
+    assert type(getattr(optimizer, "optimizer", optimizer)) is optim.Rprop
     assert [round(each["lr"], 6) for each in optimizer.param_groups] == [0.002]
     plateau = ["--lr_scheduler=engine.interop.lightning.cli.ReduceLROnPlateau", "--lr_scheduler.monitor=loss"]
     cli = LightningCLI(Bare, Data, args=[*options[:2], *plateau], run=False)
     given = cli.model.configure_optimizers()
-    assert (given["lr_scheduler"]["monitor"], type(given["optimizer"])) == ("loss", optim.Adam)
+    assert (given["lr_scheduler"]["monitor"], type(given["optimizer"])) == ("loss", optim.Rprop)
 
 
 class Further(LightningCLI):
@@ -281,9 +281,9 @@ def test_a_callback_by_class_path_in_the_trainers_defaults(tmp_path: Path) -> No
 
 
 def test_optimizers_from_the_command_line_are_two_lists() -> None:
-    args = ["--optimizer=Adam", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=3"]
+    args = ["--optimizer=Rprop", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=3"]
     optimizers, schedulers = LightningCLI(Bare, Data, args=args, run=False).model.configure_optimizers()
-    assert (type(optimizers[0]), schedulers[0].step_size) == (optim.Adam, 3)
+    assert (type(optimizers[0]), schedulers[0].step_size) == (optim.Rprop, 3)
 
 
 def test_an_object_of_a_class_path() -> None:

@@ -405,8 +405,7 @@ def test_what_only_a_run_knows_says_so_before_it(tmp_path: Path) -> None:
     fitted = trainer(OURS, tmp_path)
     with pytest.raises(AttributeError, match=r"no run has started: \w+ is not known yet"):
         _ = fitted.estimated_stepping_batches
-    with pytest.raises(AttributeError, match=r"no run has started: \w+ is not known yet"):
-        fitted.strategy.reduce_boolean_decision(True)
+    assert fitted.strategy.reduce_boolean_decision(True)  # one process is alone, and needs no run for it
 
 
 @pytest.mark.parametrize(
