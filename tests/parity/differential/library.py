@@ -267,16 +267,16 @@ class Module(TrainModule):
                 self.finish(own)
                 other.zero_grad()
             return loss.detach()
-        optimizer = self.optimizers()
+        optimizer, batches = self.optimizers(), 2 if case.manual == "second" else 1
         if case.again == "retain":
-            self.manual_backward(loss / 2, retain_graph=True)
-            self.manual_backward(loss / 2)
+            self.manual_backward(loss / 2 / batches, retain_graph=True)
+            self.manual_backward(loss / 2 / batches)
         elif case.again == "views":
             views = [models.each(case, self(batch["x"]), batch["y"]).mean() for _ in range(2)]
             for view in views:
-                self.manual_backward(view / 2)
+                self.manual_backward(view / 2 / batches)
         else:
-            self.manual_backward(loss / (2 if case.manual == "second" else 1))
+            self.manual_backward(loss / batches)
         if case.manual == "drop" and batch_idx % 3 == 1:
             self.clip_gradients(optimizer, 0.01)
             optimizer.zero_grad()
