@@ -148,13 +148,9 @@ class CSVLogger(Logger):
         assert self.path is not None
         self.close("")
         self._columns |= dict.fromkeys(new)
-        header, _, rows = self.path.read_bytes().partition(_END)
-        if header.count(b'"') % 2 or b'"' in rows:  # a cell may have an end of a line in it
-            _rewrite(self.path, list(self._columns), _read(self.path)[1])
-        else:
-            names = _line(map(to_cell, self._columns))
-            whole = rows[: rows.rfind(_END) + len(_END)] if _END in rows else b""
-            replace_file(self.path, names + whole.replace(_END, b"," * len(new) + _END))
+        _, _, rows = self.path.read_bytes().partition(_END)  # no cell has this end in it: see to_cell
+        whole = rows[: rows.rfind(_END) + len(_END)] if _END in rows else b""
+        replace_file(self.path, _line(map(to_cell, self._columns)) + whole.replace(_END, b"," * len(new) + _END))
         self._file = AppendFile(self.path)
 
     def _open(self) -> None:

@@ -178,11 +178,9 @@ class LocalStorage(Storage):
 
     def newest_first(self) -> list[str]:
         serials = {name: self._serial_of(name) for name in self._written()}
-        if len({*serials.values(), 0}) <= len(
-            serials
-        ):  # two writers at once, or checkpoints of a format without serial numbers
-            return super().newest_first()
-        return sorted(serials, key=serials.__getitem__, reverse=True)
+        # Two writers at once give equal numbers; checkpoints of format 2 and damaged ones have none.
+        is_ordered = 0 not in serials.values() and len(set(serials.values())) == len(serials)
+        return sorted(serials, key=serials.__getitem__, reverse=True) if is_ordered else super().newest_first()
 
     def is_complete(self, name: str) -> bool:
         path = self.path(name)

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from support.ranks import ranks_of  # noqa: E402
+from support.ranks import rank_variables, ranks_of  # noqa: E402
 
 from callbacks import ModelCheckpoint  # noqa: E402
 from engine import Fit, MeshParallel, TrainModule  # noqa: E402
@@ -205,15 +205,7 @@ def sentence(error: Exception) -> str:
 @contextmanager
 def without_launcher() -> Iterator[None]:
     """A rank is a process of its own inside the block."""
-    names = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_USE_AGENT_STORE",
-    )
+    names = (*rank_variables(0, 1, 0), "TORCHELASTIC_USE_AGENT_STORE")
     kept = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
