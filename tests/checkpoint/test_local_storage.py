@@ -367,12 +367,10 @@ def test_serial_numbers_rise_with_all_writers_and_whatever_is_damaged(tmp_path: 
 
 def test_equal_serial_numbers_are_ordered_as_in_the_list(tmp_path: Path) -> None:
     place = LocalStorage(tmp_path)
-    for step in (20, 30, 10):
-        LocalStorage(tmp_path / "other").directory.mkdir(exist_ok=True)
-        writer = LocalStorage(tmp_path / "other")
-        writer.begin(f"{step}").seal(1, {"counters": {"step": step}}, {})
+    for step in (20, 30, 10, 80, 50, 70, 40, 60):
+        LocalStorage(tmp_path / "other").begin(f"{step}").seal(1, {"counters": {"step": step}}, {})
         shutil.move(tmp_path / "other" / f"{step}", tmp_path / f"{step}")
-    assert place.newest_first() == list(place.manifests())[::-1] == ["30", "20", "10"]
+    assert place.newest_first() == list(place.manifests())[::-1] == ["80", "70", "60", "50", "40", "30", "20", "10"]
 
 
 def test_the_calls_of_a_save_and_of_a_resume_do_not_grow_with_what_is_kept(tmp_path: Path) -> None:
